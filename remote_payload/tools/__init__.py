@@ -1,0 +1,1 @@
+"""Programs around the trainer: prepare a dataset, evaluate a drafter."""
