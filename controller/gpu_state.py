@@ -1,0 +1,198 @@
+"""The GPUs of a run: nvidia-smi's samples, the trainer's own view, and one word for each.
+
+A word is about what an operator would do something about. The power cap (0x4) is what a GPU at full
+work always shows (measured: 95 % busy, 687 of 700 W), so it is normal; thermal limits and the board's
+brakes are not. Reason bits are NVML's (`nvmlClocksEventReason*`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+
+from controller.run_records import Device, Record, number, rows, table, text, whole
+
+HISTORY = 60
+"""Utilisation samples kept of each GPU: five minutes at one every 5 s."""
+
+IDLE_SHARE = 0.25
+FULL_SHARE = 0.97
+HOT_C = 88.0
+
+_THERMAL = {0x20: "software thermal limit", 0x40: "hardware thermal limit"}
+_BRAKES = {0x8: "hardware slowdown", 0x80: "power brake"}
+
+
+class GpuWord(enum.StrEnum):
+    """What is with a GPU; empty when nothing is."""
+
+    WORKING = ""
+    IDLE = "IDLE"
+    FULL = "FULL"
+    HOT = "HOT"
+    THROTTLED = "THROTTLED"
+    LOST = "LOST"
+    NO_DATA = "NO DATA"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU: its constants, its newest sample and its word; None where a value is not known."""
+
+    uuid: str
+    index: int | None
+    name: str = ""
+    memory_total_gib: float | None = None
+    power_limit_w: float | None = None
+    mig: bool = False
+    roles: tuple[str, ...] = ()
+    memory_used_gib: float | None = None
+    utilization_share: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    throttle: int = 0
+    why: tuple[tuple[str, str], ...] = ()
+    history: tuple[float | None, ...] = ()
+    word: GpuWord = GpuWord.NO_DATA
+
+    @property
+    def throttle_text(self) -> str:
+        """The limits that hold it back, in words."""
+        return ", ".join(n for bit, n in (_THERMAL | _BRAKES).items() if self.throttle & bit)
+
+    @property
+    def memory_share(self) -> float | None:
+        """Used part of its memory, 0 to 1."""
+        if self.memory_used_gib is None or not self.memory_total_gib:
+            return None
+        return self.memory_used_gib / self.memory_total_gib
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTable:
+    """All GPUs of one host by uuid, in the order first seen; `none_reason` when there are none."""
+
+    gpus: tuple[Gpu, ...] = ()
+    none_reason: str = ""
+    t: float | None = None
+    sampled: bool = False
+
+    def updated(self, records: Iterable[Record]) -> GpuTable:
+        """The table after these records of `gpu.jsonl`.
+
+        A GPU that vanishes from the samples keeps its row and is LOST: rows never move.
+        """
+        known = {gpu.uuid: gpu for gpu in self.gpus}
+        none_reason, t, sampled = self.none_reason, self.t, self.sampled
+        for record in records:
+            kind = text(record, "kind")
+            if kind == "gpu_none":
+                none_reason = text(record, "reason") or "no GPU was found"
+                t = number(record, "t")
+            elif kind == "gpu_constants":
+                none_reason = ""
+                for row in rows(record, "gpus"):
+                    uuid = text(row, "uuid")
+                    before = known.get(uuid, Gpu(uuid=uuid, index=None))
+                    known[uuid] = _constants(before, row)
+            elif kind == "gpu":
+                none_reason, sampled = "", True
+                t = number(record, "t")
+                samples = table(record, "gpus")
+                for uuid in samples:
+                    known.setdefault(uuid, Gpu(uuid=uuid, index=None))
+                for uuid, gpu in known.items():
+                    known[uuid] = _sampled(gpu, table(samples, uuid), uuid in samples)
+        return GpuTable(gpus=tuple(known.values()), none_reason=none_reason, t=t, sampled=sampled)
+
+    def with_roles(self, devices: Iterable[Device], *, training: bool) -> GpuTable:
+        """The table with the trainer's roles and the word of each GPU.
+
+        A GPU is matched by its uuid, or by its number where the trainer knows no uuid.
+        """
+        by_uuid: dict[str, tuple[str, ...]] = {}
+        by_index: dict[int, tuple[str, ...]] = {}
+        for device in devices:
+            if device.uuid:
+                by_uuid[_bare(device.uuid)] = device.roles
+            elif device.device.startswith("cuda:") and device.device[5:].isdigit():
+                by_index[int(device.device[5:])] = device.roles
+        gpus = []
+        for gpu in self.gpus:
+            roles = by_uuid.get(_bare(gpu.uuid), ())
+            if not roles and gpu.index is not None:
+                roles = by_index.get(gpu.index, ())
+            word = _word(gpu, sampled=self.sampled, training=training and bool(roles))
+            gpus.append(dataclasses.replace(gpu, roles=roles, word=word))
+        return dataclasses.replace(self, gpus=tuple(gpus))
+
+
+def _bare(uuid: str) -> str:
+    """nvidia-smi writes `GPU-1234`, torch only `1234`."""
+    return uuid.removeprefix("GPU-").lower()
+
+
+def _constants(gpu: Gpu, row: Record) -> Gpu:
+    mig = row.get("mig")
+    return dataclasses.replace(
+        gpu,
+        index=whole(row, "index"),
+        name=text(row, "name"),
+        memory_total_gib=number(row, "memory_total_gib"),
+        power_limit_w=number(row, "power_limit_w"),
+        mig=mig is True or (isinstance(mig, str) and mig.lower() == "enabled"),
+    )
+
+
+def _sampled(gpu: Gpu, row: Record, present: bool) -> Gpu:
+    if not present:
+        row = {"why": {"all": "not in nvidia-smi's list any more"}}
+    index = whole(row, "index")
+    utilization = number(row, "utilization_share")
+    why = row.get("why")
+    return dataclasses.replace(
+        gpu,
+        index=gpu.index if index is None else index,
+        memory_used_gib=number(row, "memory_used_gib"),
+        utilization_share=utilization,
+        power_w=number(row, "power_w"),
+        temperature_c=number(row, "temperature_c"),
+        sm_clock_mhz=number(row, "sm_clock_mhz"),
+        throttle=_bits(row.get("throttle")),
+        why=tuple((str(k), str(v)) for k, v in why.items()) if isinstance(why, Mapping) else (),
+        history=(*gpu.history, utilization)[-HISTORY:],
+    )
+
+
+def _bits(value: object) -> int:
+    try:
+        return int(value, 16) if isinstance(value, str) else int(value) if value else 0  # type: ignore[call-overload]
+    except (ValueError, TypeError):
+        return 0
+
+
+def _word(gpu: Gpu, *, sampled: bool, training: bool) -> GpuWord:
+    values = (gpu.memory_used_gib, gpu.utilization_share, gpu.power_w, gpu.temperature_c)
+    if sampled and all(value is None for value in values):
+        lost = any(
+            "lost" in v.lower() or "not in" in v or "No devices" in v or "Unable to determine" in v
+            for _, v in gpu.why
+        )
+        return GpuWord.LOST if lost else GpuWord.NO_DATA
+    if not sampled:
+        return GpuWord.NO_DATA
+    if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
+        return GpuWord.HOT
+    if any(gpu.throttle & bit for bit in _THERMAL):
+        return GpuWord.HOT
+    if any(gpu.throttle & bit for bit in _BRAKES):
+        return GpuWord.THROTTLED
+    share = gpu.memory_share
+    if share is not None and share >= FULL_SHARE:
+        return GpuWord.FULL
+    recent = [value for value in gpu.history[-3:] if value is not None]
+    if training and recent and sum(recent) / len(recent) < IDLE_SHARE:
+        return GpuWord.IDLE
+    return GpuWord.WORKING

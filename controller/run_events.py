@@ -1,0 +1,272 @@
+"""One line for each event of `events.jsonl` and `supervisor.jsonl`, and how much it matters.
+
+`step` events are not lines (they are the curves), everything else is. An unknown kind of another version
+is shown by its name, since a reader that hides what it does not know hides the news.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable
+
+from controller.run_records import Record, number, numbers, table, text, whole
+
+KEPT = 300
+"""Most events kept for the list; the newest."""
+
+
+class Level(enum.IntEnum):
+    """How much an event matters."""
+
+    INFO = 0
+    GOOD = 1
+    WARNING = 2
+    BAD = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of the events list; `t` is Unix seconds of the container."""
+
+    t: float | None
+    kind: str
+    level: Level
+    line: str
+    step: int | None = None
+
+
+def events(records: Iterable[Record]) -> list[Event]:
+    """The lines of `records`, without `step`."""
+    return [_event(record) for record in records if text(record, "kind") not in _SILENT]
+
+
+_SILENT = ("step",)
+
+
+def _event(record: Record) -> Event:
+    kind = text(record, "kind") or "?"
+    level, line = _LINES.get(kind, _unknown)(record)
+    return Event(t=number(record, "t"), kind=kind, level=level, line=line, step=whole(record, "step"))
+
+
+Line = tuple[Level, str]
+
+
+def _count(record: Record, key: str) -> str:
+    value = whole(record, key)
+    return "?" if value is None else f"{value:,}"
+
+
+def _figure(record: Record, key: str, form: str) -> str:
+    value = number(record, key)
+    return "?" if value is None else format(value, form)
+
+
+def _dataset(r: Record) -> Line:
+    skipped = table(r, "skipped")
+    left_out = sum(
+        n if isinstance(n, int) else (whole(n, "count") or 0) if isinstance(n, dict) else 0
+        for n in skipped.values()
+    )
+    line = f"{_count(r, 'samples')} samples, {_count(r, 'batches')} batches an epoch"
+    line += f" (min={_count(r, 'batch_min')} max={_count(r, 'batch_max')}"
+    line += f" avg={_figure(r, 'batch_mean', '.1f')})"
+    if left_out:
+        return Level.WARNING, f"{line}, {left_out:,} left out: {', '.join(map(str, skipped))}"
+    return Level.INFO, line
+
+
+def _bucket(r: Record) -> Line:
+    span = f"[{_count(r, 'low')}, {_count(r, 'high')})"
+    share = number(r, "share")
+    part = "" if share is None else f" ({share:.1%})"
+    return Level.INFO, f"bucket {_count(r, 'bucket')} {span}: {_count(r, 'batches')} batches{part}"
+
+
+def _target(r: Record) -> Line:
+    return Level.INFO, (
+        f"target {_count(r, 'target')} on {text(r, 'device') or '?'}: {_count(r, 'layers')} layers,"
+        f" width {_count(r, 'width')}, loaded in {_figure(r, 'load_s', '.1f')}s"
+    )
+
+
+def _compile(r: Record) -> Line:
+    line = f"replica {_count(r, 'replica')} runs {text(r, 'execution') or '?'}"
+    reason = text(r, "reason")
+    eager, compiled = number(r, "eager_step_s"), number(r, "compiled_step_s")
+    if eager is not None and compiled is not None:
+        line += f", step {eager * 1e3:.0f} ms eager, {compiled * 1e3:.0f} ms compiled"
+    return Level.INFO, f"{line}: {reason}" if reason else line
+
+
+def _ready(r: Record) -> Line:
+    return Level.GOOD, (
+        f"replica {_count(r, 'replica')} ready on {text(r, 'device') or '?'},"
+        f" {_count(r, 'parameters')} parameters, warm-up {_figure(r, 'warmup_s', '.1f')}s"
+    )
+
+
+def _start(r: Record) -> Line:
+    if "steps" not in r:
+        return Level.INFO, f"supervisor started (pid {_pid(r)})"
+    return Level.INFO, (
+        f"training starts: {_count(r, 'steps')} steps,"
+        f" {_count(r, 'steps_per_epoch')} an epoch, {_count(r, 'rows_per_step')} rows a step"
+    )
+
+
+def _pid(r: Record) -> str:
+    value = whole(r, "pid")
+    return "?" if value is None else str(value)
+
+
+def _eval(r: Record) -> Line:
+    mismatches = whole(r, "mismatches") or 0
+    line = f"evaluation: tau {_figure(r, 'tau', '.3f')} over {_count(r, 'prompts')} prompts"
+    line += f" in {_figure(r, 'seconds', '.1f')}s"
+    if mismatches:
+        return Level.BAD, f"{line}, {mismatches:,} texts differ from the target's own"
+    return Level.GOOD, line
+
+
+def _checkpoint(r: Record) -> Line:
+    size = number(r, "bytes")
+    amount = "" if size is None else f", {size / 2**30:.2f} GiB"
+    seconds = _figure(r, "seconds", ".1f")
+    return Level.GOOD, f"checkpoint of step {_count(r, 'step')}{amount} in {seconds}s"
+
+
+def _nonfinite(r: Record) -> Line:
+    samples = r.get("samples")
+    which = f", samples {', '.join(map(str, samples[:5]))}" if isinstance(samples, list) else ""
+    return Level.BAD, (
+        f"loss or gradient not finite at step {_count(r, 'step')}, bucket {_count(r, 'bucket')}{which}"
+    )
+
+
+def _recompile(r: Record) -> Line:
+    return Level.WARNING, f"replica {_count(r, 'replica')} recompiled: {text(r, 'reason') or '?'}"
+
+
+def _request(r: Record) -> Line:
+    name = text(r, "request") or text(r, "name") or "?"
+    by = text(r, "by")
+    return Level.INFO, f"request: {name}" + (f" by {by}" if by else "")
+
+
+def _crash(r: Record) -> Line:
+    where = " ".join(filter(None, (text(r, "thread") or "?", text(r, "device"))))
+    first = "first to fail: " if r.get("first") is True else "crashed: "
+    return Level.BAD, f"{first}{where} at step {_count(r, 'step')}: {text(r, 'error')}"
+
+
+def _end(r: Record) -> Line:
+    how = text(r, "outcome") or text(r, "state") or "?"
+    good = how in ("finished", "stopped")
+    code = whole(r, "exit_code")
+    line = f"end: {how}" + ("" if code is None else f", exit code {code}")
+    reason = text(r, "reason")
+    return Level.GOOD if good else Level.BAD, f"{line}, {reason}" if reason else line
+
+
+def _trainer_started(r: Record) -> Line:
+    return Level.INFO, f"trainer started (pid {_pid(r)}, attempt {_count(r, 'attempt')})"
+
+
+def _trainer_exited(r: Record) -> Line:
+    signal = text(r, "signal")
+    code = whole(r, "exit_code")
+    how = f"by {signal}" if signal else f"with exit code {'?' if code is None else code}"
+    runtime = _figure(r, "runtime_s", ".0f")
+    return Level.INFO if code in (0, 3) else Level.BAD, f"trainer ended {how} after {runtime}s"
+
+
+def _signal(r: Record) -> Line:
+    why = text(r, "why")
+    return Level.WARNING, f"{text(r, 'name') or '?'} sent" + (f": {why}" if why else "")
+
+
+def _gpu_problem(r: Record) -> Line:
+    return Level.WARNING, f"GPU telemetry: {text(r, 'text') or text(r, 'reason') or '?'}"
+
+
+def _unknown(r: Record) -> Line:
+    return Level.INFO, text(r, "kind") or "?"
+
+
+_LINES: dict[str, Callable[[Record], Line]] = {
+    "dataset": _dataset,
+    "bucket": _bucket,
+    "target": _target,
+    "compile": _compile,
+    "ready": _ready,
+    "start": _start,
+    "eval": _eval,
+    "checkpoint": _checkpoint,
+    "nonfinite": _nonfinite,
+    "recompile": _recompile,
+    "request": _request,
+    "crash": _crash,
+    "end": _end,
+    "trainer_started": _trainer_started,
+    "trainer_exited": _trainer_exited,
+    "signal": _signal,
+    "gpu_problem": _gpu_problem,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation by real decoding; `by_kind` holds (kind of prompt, tau, prompts)."""
+
+    step: int | None
+    tau: float | None
+    tau_macro: float | None
+    acceptance: tuple[float | None, ...]
+    prompts: int | None
+    mismatches: int | None
+    tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+    by_kind: tuple[tuple[str, float | None, int | None], ...]
+
+
+def evaluation(record: Record) -> Evaluation:
+    """The record of an `eval` event."""
+    kinds = table(record, "by_kind")
+    return Evaluation(
+        step=whole(record, "step"),
+        tau=number(record, "tau"),
+        tau_macro=number(record, "tau_macro"),
+        acceptance=numbers(record, "acceptance"),
+        prompts=whole(record, "prompts"),
+        mismatches=whole(record, "mismatches"),
+        tokens_per_s=number(record, "tokens_per_s"),
+        plain_tokens_per_s=number(record, "plain_tokens_per_s"),
+        by_kind=tuple(
+            (str(kind), number(table(kinds, kind), "tau"), whole(table(kinds, kind), "prompts"))
+            for kind in kinds
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What the `dataset` event says."""
+
+    path: str
+    samples: int | None
+    usable: int | None
+    tokens: int | None
+    batches: int | None
+
+
+def dataset(record: Record) -> Dataset:
+    """The record of a `dataset` event."""
+    return Dataset(
+        path=text(record, "path"),
+        samples=whole(record, "samples"),
+        usable=whole(record, "usable"),
+        tokens=whole(record, "tokens"),
+        batches=whole(record, "batches"),
+    )

@@ -1,0 +1,298 @@
+"""The state of one run as every view shows it: a pure function of its records and of the time.
+
+    reduce(state, news, now) -> state
+
+`News` is what one look at the mirror found, `RunState` is frozen and complete: a view takes one and
+needs nothing else, no file and no clock. History (curves, events) is kept in bounded form, so a state
+costs the same after a night as after a minute. `run_reader` does the reading. A state is of one host of
+a run; `rank` says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from controller import run_events, run_records
+from controller.diagnose import Diagnosis, diagnose_text
+from controller.gpu_state import Gpu, GpuTable
+from controller.health import Health, Limits, Word, judge
+from controller.run_events import Dataset, Evaluation, Event
+from controller.run_records import Crash, Progress, Record, number, numbers, text, whole
+from controller.series import Ema, Series
+
+CURVES = (
+    "loss", "loss_ema", "tau", "tau_estimate", "tokens_per_s", "gradient_norm", "learning_rate",
+    "step_s",
+)  # fmt: skip
+"""Curves over the step number that a state holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What one look found. A small file is None when it is absent; lists hold only new records."""
+
+    run: Record | None = None
+    job: Record | None = None
+    status: Record | None = None
+    progress: Record | None = None
+    exit: Record | None = None
+    mirror: Record | None = None
+    events: tuple[Record, ...] = ()
+    gpu: tuple[Record, ...] = ()
+    supervisor: tuple[Record, ...] = ()
+    crashes: tuple[Crash, ...] = ()
+    """All of `crash/`, not only the new ones."""
+    stacks: tuple[str, ...] = ()
+    last_words: tuple[str, ...] = ()
+    """The last lines of the log, read only when the run has ended."""
+    unparsable: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    restarted: frozenset[str] = frozenset()
+    """Files that were truncated or replaced: what came of them before is void."""
+    unread_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What of `events.jsonl` is kept."""
+
+    curves: Mapping[str, Series] = dataclasses.field(
+        default_factory=lambda: {name: Series() for name in CURVES}
+    )
+    ema: Ema = dataclasses.field(default_factory=Ema)
+    accuracy: tuple[float | None, ...] = ()
+    """Accuracy by position of the block, from the newest step event."""
+    dataset: Dataset | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+    events: tuple[Event, ...] = ()
+    nonfinite: int = 0
+    last_t: float | None = None
+    records: int = 0
+
+    def updated(self, records: Iterable[Record]) -> History:
+        """The history after these records."""
+        records = list(records)
+        if not records:
+            return self
+        points: dict[str, list[tuple[float, float | None]]] = {name: [] for name in CURVES}
+        ema, accuracy, dataset = self.ema, self.accuracy, self.dataset
+        evaluations = list(self.evaluations)
+        nonfinite = self.nonfinite
+        for record in records:
+            kind, step = text(record, "kind"), number(record, "step")
+            if kind == "step" and step is not None:
+                loss = number(record, "loss")
+                ema = ema.updated(loss)
+                points["loss_ema"].append((step, ema.value))
+                for name in _STEP_CURVES:
+                    points[name].append((step, number(record, name)))
+                accuracy = numbers(record, "accuracy") or accuracy
+            elif kind == "eval":
+                evaluations.append(run_events.evaluation(record))
+                if step is not None:
+                    points["tau"].append((step, number(record, "tau")))
+            elif kind == "dataset":
+                dataset = run_events.dataset(record)
+            elif kind == "nonfinite":
+                nonfinite += 1
+                if step is not None:
+                    points["loss"].append((step, None))
+        return History(
+            curves={name: series.extended(points[name]) for name, series in self.curves.items()},
+            ema=ema,
+            accuracy=accuracy,
+            dataset=dataset,
+            evaluations=tuple(evaluations[-100:]),
+            events=(*self.events, *run_events.events(records))[-run_events.KEPT :],
+            nonfinite=nonfinite,
+            last_t=number(records[-1], "t") or self.last_t,
+            records=self.records + len(records),
+        )
+
+
+_STEP_CURVES = ("loss", "tau_estimate", "tokens_per_s", "gradient_norm", "learning_rate", "step_s")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ages:
+    """Seconds since each source last wrote, clock difference removed; None: it never wrote."""
+
+    news: float | None = None
+    status: float | None = None
+    progress: float | None = None
+    gpu: float | None = None
+    events: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Everything a view shows of one run on one host."""
+
+    now: float = 0.0
+    """Unix seconds of the laptop this state is of."""
+    clock_difference_s: float = 0.0
+    """Container's clock minus the laptop's."""
+    run_id: str = ""
+    job_name: str = ""
+    place: str = ""
+    host: str = ""
+    rank: int = 0
+    attempt: int = 1
+    created: float | None = None
+    health: Health = dataclasses.field(default_factory=Health)
+    ages: Ages = Ages()
+    progress: Progress | None = None
+    history: History = History()
+    supervisor_events: tuple[Event, ...] = ()
+    gpu_table: GpuTable = dataclasses.field(default_factory=GpuTable)
+    crashes: tuple[Crash, ...] = ()
+    stacks: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
+    """What the first crash, or the log's end of a run that failed without one, is known to mean."""
+    last_words: tuple[str, ...] = ()
+    outcome: Record | None = None
+    """exit.json of this attempt."""
+    job: Record = dataclasses.field(default_factory=dict)
+    unparsable: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unread_bytes: int = 0
+    """Bytes of history not yet read: poll again soon."""
+    total_bytes: int = 0
+    tries: int = 0
+    connection: str = ""
+    connection_error: str = ""
+
+    @property
+    def state(self) -> str:
+        """The state's word: LIVE, STALE, RECONNECTING, FAILED, KILLED, FINISHED, LOST, ..."""
+        return str(self.health.word)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.health.word.ended
+
+    @property
+    def exit_code(self) -> int | None:
+        """What a command that waits for this run exits with; None while it goes on."""
+        return self.health.exit_code if self.ended else None
+
+    @property
+    def news_age_s(self) -> float | None:
+        """Seconds since the newest frame of the container arrived; None before the first."""
+        return self.health.news_age_s
+
+    @property
+    def first_crash(self) -> Crash | None:
+        """The thread that failed first."""
+        return self.crashes[0] if self.crashes else None
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs of this host."""
+        return self.gpu_table.gpus
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Events of trainer and supervisor, oldest first."""
+        both = (*self.supervisor_events, *self.history.events)
+        return tuple(sorted(both, key=lambda e: e.t or 0.0))
+
+    @property
+    def curves(self) -> Mapping[str, Series]:
+        """The curves over the step number, by name (`CURVES`)."""
+        return self.history.curves
+
+    def container_age(self, t: float | None) -> float | None:
+        """Seconds since the container's time `t`, by its own clock; never negative."""
+        return None if t is None else max(0.0, self.now + self.clock_difference_s - t)
+
+
+def reduce(state: RunState, news: News, now: float, limits: Limits | None = None) -> RunState:
+    """The state after `news`, at the laptop's Unix time `now`. Pure; nothing in `news` raises."""
+    limits = limits or Limits()
+    mirror, status, run = news.mirror or {}, news.status or {}, news.run or {}
+    difference = number(mirror, "clock_difference_s") or 0.0
+    attempt = max(whole(record, "attempt") or 1 for record in (status, news.progress or {}, news.exit or {}))
+    progress = run_records.progress(news.progress) if news.progress else None
+    outcome = news.exit if news.exit and (whole(news.exit, "attempt") or 1) == attempt else None
+    health = judge(
+        status=news.status,
+        exit_record=outcome,
+        mirror=news.mirror,
+        progress_t=progress.t if progress else None,
+        now=now,
+        limits=limits,
+    )
+    history = History() if "events.jsonl" in news.restarted else state.history
+    history = history.updated(news.events)
+    gpus = GpuTable() if "gpu.jsonl" in news.restarted else state.gpu_table
+    training = progress is not None and progress.phase == "training" and not health.word.ended
+    gpus = gpus.updated(news.gpu).with_roles(progress.devices if progress else (), training=training)
+    told = () if "supervisor.jsonl" in news.restarted else state.supervisor_events
+    crashes = tuple(
+        sorted(
+            (c for c in news.crashes if c.attempt == attempt),
+            key=lambda c: (not c.first, c.t or 0.0),
+        )
+    )
+    unparsable = {name: n for name, n in state.unparsable.items() if name not in news.restarted}
+    for name, count in news.unparsable.items():
+        if count:
+            unparsable[name] = unparsable.get(name, 0) + count
+    container_now = now + difference
+
+    def age(t: float | None) -> float | None:
+        return None if t is None else max(0.0, container_now - t)
+
+    return RunState(
+        now=now,
+        clock_difference_s=difference,
+        run_id=text(run, "id"),
+        job_name=text(run, "job"),
+        place=text(run, "place"),
+        host=text(run, "host"),
+        rank=whole(run, "rank") or 0,
+        attempt=attempt,
+        created=number(run, "created"),
+        health=health,
+        ages=Ages(
+            news=health.news_age_s,
+            status=age(number(status, "t")),
+            progress=age(progress.t if progress else None),
+            gpu=age(gpus.t),
+            events=age(history.last_t),
+        ),
+        progress=progress,
+        history=history,
+        supervisor_events=(*told, *run_events.events(news.supervisor))[-run_events.KEPT :],
+        gpu_table=gpus,
+        crashes=crashes,
+        stacks=news.stacks,
+        diagnosis=_diagnosis(state, health, crashes, news.last_words),
+        last_words=news.last_words,
+        outcome=outcome,
+        job=news.job or {},
+        unparsable=unparsable,
+        unread_bytes=news.unread_bytes,
+        total_bytes=news.total_bytes,
+        tries=whole(mirror, "tries") or 0,
+        connection=text(mirror, "state"),
+        connection_error=text(mirror, "error"),
+    )
+
+
+def _diagnosis(
+    state: RunState, health: Health, crashes: tuple[Crash, ...], last_words: tuple[str, ...]
+) -> Diagnosis | None:
+    """The meaning of the end; searched only when what it is read from has changed."""
+    if crashes == state.crashes and last_words == state.last_words and health == state.health:
+        return state.diagnosis
+    if crashes:
+        first = crashes[0]
+        return diagnose_text(f"{first.traceback}\n{first.error}\n{first.memory}")
+    if health.word is Word.KILLED:
+        return diagnose_text(f"killed by {health.extra} {health.detail}\n" + "\n".join(last_words))
+    if health.word is Word.FAILED:
+        return diagnose_text(f"{health.detail}\n" + "\n".join(last_words))
+    return None
