@@ -3,18 +3,40 @@
 Everything above (ship, launch, mirror) sees argv in, bytes in, bytes out, an exit status. Quoting, pct,
 login noise and broken sockets are solved below this line, once. A place connects when it is first
 used; `close()` may be followed by another use, which connects anew.
+
+Every command is started in the same way, in all three kinds: as a script for the other side's `sh` that
+first prints a nonce on both streams, then runs argv. So what a login shell, perl's locale warnings or pct
+say before is told from the command's own output, a command that never began is told from one that
+failed (pct's exit statuses are the same as a command's), and start() returns only once argv has begun.
+`sh` stays the parent of argv: it turns death by signal n into 128 + n, where ssh would say nothing and
+older lxc would say 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+import secrets
+import shlex
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Final, Protocol, Self
+
+from controller.errors import ConnectionLostError, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
 
     from controller.inventory import Host
+
+STDERR_KEPT: Final = 64 * 1024
+"""Bytes of a command's stderr that are kept, the last ones."""
+
+BEGIN_GRACE_S: Final = 10.0
+"""Seconds beyond the connect timeout that a command may take to begin (pct starts perl)."""
+
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 @_+=:,./-")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +77,7 @@ class Process(Protocol):
         """Let go of it, whether it has ended or not; never raises."""
 
 
-class Place(Protocol):
+class Place(ABC):
     """Somewhere commands run. A context manager; making one contacts nobody."""
 
     name: str
@@ -67,8 +89,16 @@ class Place(Protocol):
     python: str
     """Absolute path of the payload's interpreter in the place."""
 
+    def __init__(self, description: Host) -> None:
+        self.description = description
+        self.name = description.name
+        self.host = description.address
+        self.workspace = description.workspace
+        self.python = description.python
+
+    @abstractmethod
     def start(self, argv: Sequence[str]) -> Process:
-        """Start `argv`, unharmed by any shell between here and there.
+        """Start `argv`, unharmed by any shell between here and there, and wait until it has begun.
 
         Raises the leaf of `errors` that says what is in the way.
         """
@@ -78,20 +108,143 @@ class Place(Protocol):
 
         Raises what `start` raises, and ConnectionLostError when time is up.
         """
+        deadline = time.monotonic() + timeout
+        process = self.start(argv)
+        sender = threading.Thread(target=_send_all, args=(process, stdin), daemon=True)
+        sender.start()
+        output = []
+        status: int | None = None
+        try:
+            while (data := process.receive(max(0.0, deadline - time.monotonic()))) != b"":
+                if data is None:
+                    break
+                output.append(data)
+            else:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+            if status is None:
+                raise ConnectionLostError(
+                    f"{self.host}: {shlex.join(argv)[:80]} took more than {timeout:.0f} s"
+                )
+        finally:
+            process.close()
+        sender.join(1.0)
+        return Completed(status, b"".join(output), process.stderr)
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the connection; never raises."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
-def open_place(host: Host) -> Place:
-    """The place that `host` describes, not yet connected."""
-    raise NotImplementedError
+def open_place(description: Host, *, accept_new_host_key: bool = False) -> Place:
+    """The place that `description` names, not yet connected."""
+    if description.kind == "local":
+        from controller.local import Local
+
+        return Local(description)
+    from controller.remote import Proxmox, Ssh  # paramiko takes a quarter of a second to import
+
+    kind = Proxmox if description.kind == "proxmox" else Ssh
+    return kind(description, accept_new_host_key=accept_new_host_key)
+
+
+class NotBegunError(Exception):
+    """The command never began; what came out instead, for whoever knows the layers between."""
+
+    def __init__(self, status: int | None, stdout: bytes, stderr: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.text = (stderr + b"\n" + stdout).decode(errors="replace").strip()
+
+
+class BegunProcess:
+    """A process whose streams are shown from the nonce on; what came before is `noise`."""
+
+    def __init__(self, inner: Process, nonce: str, timeout: float, peer: str) -> None:
+        """Wait for the nonce. Raises NotBegunError, UnreachableError after `timeout` seconds."""
+        self._inner = inner
+        self._mark = nonce.encode() + b"\n"
+        self._ahead = b""
+        self.noise = b""
+        deadline = time.monotonic() + timeout
+        while self._mark not in self.noise:
+            data = inner.receive(max(0.0, deadline - time.monotonic()))
+            if data is None:
+                inner.close()
+                raise UnreachableError(
+                    f"{peer}: a command did not begin within {timeout:.0f} s",
+                    "The host or the container may be frozen or overloaded.",
+                )
+            if data == b"":
+                status = inner.wait(max(1.0, deadline - time.monotonic()))
+                inner.close()
+                raise NotBegunError(status, self.noise, inner.stderr)
+            self.noise += data
+        self.noise, _, self._ahead = self.noise.partition(self._mark)
+
+    def send(self, data: bytes | memoryview) -> None:
+        """See `Process`."""
+        self._inner.send(data)
+
+    def close_stdin(self) -> None:
+        """See `Process`."""
+        self._inner.close_stdin()
+
+    def receive(self, timeout: float) -> bytes | None:
+        """See `Process`."""
+        if self._ahead:
+            ahead, self._ahead = self._ahead, b""
+            return ahead
+        return self._inner.receive(timeout)
+
+    @property
+    def stderr(self) -> bytes:
+        """Its stderr from the nonce on; all that is kept when the nonce was pushed out."""
+        return self._inner.stderr.rpartition(self._mark)[2]
+
+    def wait(self, timeout: float) -> int | None:
+        """See `Process`."""
+        return self._inner.wait(timeout)
+
+    def close(self) -> None:
+        """See `Process`."""
+        self._inner.close()
+
+
+def new_nonce() -> str:
+    """A word that no login noise contains."""
+    return f"begin-{secrets.token_hex(12)}"
+
+
+def script(argv: Sequence[str], nonce: str, environment: Sequence[str]) -> str:
+    """The text for the other side's `sh -c`: print the nonce twice, run `argv`, keep its status.
+
+    `environment` are arguments of `env`. The text is ASCII whatever argv holds, because pct takes
+    nothing else: argv goes quoted for the shell, then as octal escapes of `printf %b`. Raises
+    ValueError for a NUL byte, which no argument can hold.
+    """
+    quoted = shlex.join([*environment, *argv])
+    if "\0" in quoted:
+        raise ValueError("an argument holds a NUL byte")
+    raw = quoted.encode("utf-8", errors="surrogateescape")
+    escaped = "".join(chr(byte) if byte in _PLAIN else f"\\0{byte:03o}" for byte in raw)
+    return f"echo {nonce} >&2; echo {nonce}; eval \"env $(printf %b '{escaped}')\"; exit $?"
+
+
+def _send_all(process: Process, stdin: bytes) -> None:
+    try:
+        if stdin:
+            process.send(stdin)
+        process.close_stdin()
+    except ConnectionLostError:
+        pass  # a command need not read all of its stdin; a lost connection shows in receive()

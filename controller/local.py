@@ -1,0 +1,167 @@
+"""This machine as a place: the same way as a remote one, with pipes instead of an SSH channel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import select
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Final
+
+from controller.errors import ConnectionLostError, LocalStateError
+from controller.place import (
+    BEGIN_GRACE_S,
+    STDERR_KEPT,
+    BegunProcess,
+    NotBegunError,
+    Place,
+    Process,
+    new_nonce,
+    script,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PIPE_BYTES: Final = 1 << 20
+_CLOSE_GRACE_S: Final = 2.0
+
+
+class Local(Place):
+    """Commands of this machine, in sessions of their own and with a bare environment."""
+
+    def start(self, argv: Sequence[str]) -> Process:
+        """See `Place`; nothing of the caller's environment but PATH, HOME and USER gets in."""
+        nonce = new_nonce()
+        process = LocalProcess(["/bin/sh", "-c", script(argv, nonce, ["LC_ALL=C.UTF-8"])])
+        try:
+            return BegunProcess(process, nonce, BEGIN_GRACE_S, self.name)
+        except NotBegunError as error:
+            raise LocalStateError(f"this machine's /bin/sh did not start: {error.text}") from error
+
+    def close(self) -> None:
+        """Nothing is held between commands."""
+
+
+class LocalProcess:
+    """A child process with three pipes (`place.Process`)."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            cwd="/",
+            env=_environment(),
+            start_new_session=True,  # the terminal's Ctrl-C is for the views alone
+        )
+        streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
+        self._in, self._out, self._error = (s.fileno() for s in streams if s is not None)
+        os.set_blocking(self._in, False)
+        self._open = {self._out, self._error}
+        self._stderr = bytearray()
+
+    def send(self, data: bytes | memoryview) -> None:
+        """All of `data` to its stdin, as fast as it reads."""
+        view = memoryview(data)
+        writable = select.poll()
+        stdin = self._popen.stdin
+        while view:
+            if stdin is None or stdin.closed:
+                raise ConnectionLostError("the command's stdin is closed")
+            writable.register(self._in, select.POLLOUT)
+            if not writable.poll(500):
+                continue
+            try:
+                view = view[os.write(self._in, view[:_PIPE_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ConnectionLostError("the command has closed its stdin") from error
+
+    def close_stdin(self) -> None:
+        """The end of its stdin."""
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+
+    def receive(self, timeout: float) -> bytes | None:
+        """Some of its stdout, b"" at the end."""
+        deadline = time.monotonic() + timeout
+        while self._out in self._open:
+            poll = select.poll()
+            for descriptor in self._open:
+                poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                return None
+            for descriptor, _ in sorted(ready, key=lambda item: item[0] == self._out):
+                data = os.read(descriptor, _PIPE_BYTES)
+                if not data:
+                    self._open.discard(descriptor)
+                elif descriptor == self._out:
+                    return data
+                else:
+                    self._keep(data)
+        self._drain_stderr()
+        return b""
+
+    @property
+    def stderr(self) -> bytes:
+        """The last 64 KiB of its stderr."""
+        return bytes(self._stderr)
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit status, 128 + n for signal n, or None."""
+        deadline = time.monotonic() + timeout
+        while (data := self.receive(max(0.0, deadline - time.monotonic()))) != b"":
+            if data is None:
+                return None
+        while (status := self._popen.poll()) is None:
+            if time.monotonic() >= deadline:
+                return None
+            self._drain_stderr()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(min(0.05, max(0.0, deadline - time.monotonic())))
+        self._drain_stderr()
+        return status if status >= 0 else 128 - status
+
+    def close(self) -> None:
+        """Close the pipes, which ends what minds them, and then end the command's session."""
+        for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            if stream is not None:
+                stream.close()
+        self._open.clear()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._popen.poll() is not None:
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_CLOSE_GRACE_S)
+
+    def _keep(self, data: bytes) -> None:
+        self._stderr += data
+        del self._stderr[:-STDERR_KEPT]
+
+    def _drain_stderr(self) -> None:
+        """Take what already lies in stderr's pipe, without waiting for its end."""
+        while self._error in self._open and select.select([self._error], [], [], 0)[0]:
+            data = os.read(self._error, _PIPE_BYTES)
+            if not data:
+                self._open.discard(self._error)
+            self._keep(data)
+
+
+def _environment() -> dict[str, str]:
+    me = pwd.getpwuid(os.getuid())
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": os.environ.get("HOME", me.pw_dir),
+        "USER": me.pw_name,
+        "LANG": "C.UTF-8",
+    }
