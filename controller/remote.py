@@ -29,13 +29,10 @@ if TYPE_CHECKING:
     from controller.inventory import Host
 
 _LOCALE: Final = ("LC_ALL=C.UTF-8", "LANG=C.UTF-8")
-_BARE: Final = (
-    "-i",
-    "HOME=/root",
-    "USER=root",
-    "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-)
-"""What `pct exec` without --keep-env needs instead: it lets the host's environment in."""
+_INSIDE: Final = ("HOME=/root", "USER=root", *_LOCALE)
+"""`pct exec` enters as root; with a cleared environment it sets neither of the first two."""
+_BARE: Final = ("-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+"""Without --keep-env, pct lets the host's environment in and leaves a short PATH."""
 
 
 class Ssh(Place):
@@ -85,13 +82,13 @@ class Proxmox(Ssh):
         pct = ["pct", "exec", str(self.description.container)]
         if self._keep_env:
             try:
-                return self._begin([*pct, "--keep-env", "0", "--", "sh", "-c"], argv, _LOCALE)
+                return self._begin([*pct, "--keep-env", "0", "--", "sh", "-c"], argv, _INSIDE)
             except NotBegunError as error:
                 if not re.search(r"unknown option:? *\"?-*keep-env", error.text, re.IGNORECASE):
                     raise self._explained(error) from error
                 self._keep_env = False
         try:
-            return self._begin([*pct, "--", "sh", "-c"], argv, [*_BARE, *_LOCALE])
+            return self._begin([*pct, "--", "sh", "-c"], argv, [*_BARE, *_INSIDE])
         except NotBegunError as error:
             raise self._explained(error) from error
 

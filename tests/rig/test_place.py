@@ -1,0 +1,232 @@
+"""The remote places against a real sshd and a real container."""
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from controller.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    ContainerError,
+    DflashctlError,
+    HostKeyError,
+    PctError,
+    UnreachableError,
+)
+from controller.inventory import Host, load
+from controller.place import Place, open_place
+from tests.controller.test_place import ECHO, NASTY
+from tests.rig.rig import Rig
+
+
+@pytest.fixture(autouse=True)
+def _laptop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    for name, value in rig.laptop_env().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def container() -> Host:
+    return load().hosts["rig"]
+
+
+@pytest.fixture
+def machine(container: Host) -> Host:
+    return container.model_copy(update={"kind": "ssh", "container": None})
+
+
+@pytest.fixture(params=["proxmox", "ssh", "older pct"])
+def place(request: pytest.FixtureRequest, rig: Rig, container: Host, machine: Host) -> Iterator[Place]:
+    if request.param == "older pct":
+        rig.older_pct()
+    with open_place(machine if request.param == "ssh" else container) as opened:
+        yield opened
+
+
+def test_arguments_cross_ssh_pct_and_shells_unharmed(place: Place) -> None:
+    done = place.run([place.python, "-I", "-c", ECHO, *NASTY], timeout=30)
+    assert done.stdout.decode().split("\0")[:-1] == NASTY
+
+
+def test_both_streams_and_the_exit_status_arrive(place: Place) -> None:
+    done = place.run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout=20)
+    assert (done.status, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
+
+
+def test_death_by_a_signal_is_told_as_128_plus_its_number(place: Place) -> None:
+    assert place.run(["sh", "-c", "kill -KILL $$"], timeout=20).status == 137
+
+
+def test_login_noise_is_not_output(rig: Rig, place: Place) -> None:
+    rig.login_noise("Welcome to $HOST\nbegin-\n")
+    assert place.run(["echo", "hello"], timeout=20).stdout == b"hello\n"
+
+
+def test_megabytes_go_both_ways_at_once(place: Place) -> None:
+    data = bytes(range(256)) * (8 << 12)
+    done = place.run(["sh", "-c", "head -c 3000000 /dev/zero >&2; cat"], stdin=data, timeout=60)
+    assert done.status == 0
+    assert done.stdout == data
+
+
+def test_the_environment_inside_is_bare_and_utf8(rig: Rig, container: Host) -> None:
+    for older in (False, True):
+        rig.older_pct(older)
+        with open_place(container) as place:
+            lines = place.run(["env"], timeout=20).stdout.decode().splitlines()
+        env = dict(line.split("=", 1) for line in lines)
+        assert env["LC_ALL"] == "C.UTF-8"
+        assert env["PATH"].startswith("/usr/local/sbin:")
+        assert env["HOME"] == "/root"
+        assert not [name for name in env if name.startswith(("SSH_", "RIG"))], env
+
+
+def test_an_older_pct_is_asked_the_new_way_only_once(rig: Rig, container: Host) -> None:
+    rig.older_pct()
+    before = len(rig.pct_calls())
+    with open_place(container) as place:
+        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=20).status == 0
+    asked = ["--keep-env" in call for call in rig.pct_calls()[before:]]
+    assert asked == [True, False, False]
+
+
+def failure(host: Host) -> DflashctlError:
+    with open_place(host) as place, pytest.raises(DflashctlError) as caught:
+        place.run(["true"], timeout=20)
+    return caught.value
+
+
+def test_a_stopped_an_absent_and_no_container_are_told_apart(
+    rig: Rig, container: Host, machine: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = failure(container.model_copy(update={"container": rig.stopped_vmid}))
+    assert isinstance(stopped, ContainerError)
+    assert stopped.message == f"container {rig.stopped_vmid} on 127.0.0.1 is stopped"
+    assert stopped.hint == (f"Start it: ssh -p {rig.port} {rig.user}@127.0.0.1 pct start {rig.stopped_vmid}")
+    absent = failure(container.model_copy(update={"container": rig.absent_vmid}))
+    assert isinstance(absent, ContainerError)
+    assert "does not exist" in absent.message
+    assert absent.hint.endswith("pct list")
+
+
+def test_a_host_without_pct_is_said_to_be_none(rig: Rig, container: Host, tmp_path: Path) -> None:
+    pct = rig.state / "bin" / "pct"
+    pct.rename(tmp_path / "pct")
+    try:
+        error = failure(container)
+    finally:
+        shutil.move(tmp_path / "pct", pct)
+    assert isinstance(error, PctError)
+    assert "no pct" in error.message
+
+
+def test_a_refused_port_a_mute_server_and_an_unknown_name_are_unreachable(machine: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        mute = failure(machine.model_copy(update={"port": port, "connect_timeout": 0.3}))
+        threading.Thread(target=chatter, args=(server,), daemon=True).start()
+        web = failure(machine.model_copy(update={"port": port}))
+    refused = failure(machine.model_copy(update={"port": port}))
+    unknown = failure(machine.model_copy(update={"address": "no-such-host.invalid"}))
+    for error, text in (
+        (mute, "not as an SSH server"),
+        (web, "not as an SSH server"),
+        (refused, "refuses the connection"),
+        (unknown, "no such host name"),
+    ):
+        assert isinstance(error, UnreachableError), error
+        assert text in error.message
+        assert error.hint
+
+
+def chatter(server: socket.socket) -> None:
+    for _ in range(2):  # the first one is the mute connection's, still in the backlog
+        peer, _ = server.accept()
+        peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+        peer.close()
+
+
+def test_an_unknown_host_key_is_refused_with_the_command_that_accepts_it(rig: Rig, machine: Host) -> None:
+    rig.known_hosts.write_text("")
+    error = failure(machine)
+    assert isinstance(error, HostKeyError)
+    assert "SHA256:" in error.message
+    assert f"ssh -p {rig.port} {rig.user}@127.0.0.1 true" in error.hint
+    with open_place(machine, accept_new_host_key=True) as place:
+        assert place.run(["true"], timeout=20).status == 0
+    with open_place(machine) as place:
+        assert place.run(["true"], timeout=20).status == 0
+
+
+def test_a_changed_host_key_is_refused_with_its_line_also_when_new_ones_are_accepted(
+    rig: Rig, machine: Host
+) -> None:
+    rig.known_hosts.write_text("# a comment\n" + rig.known_hosts.read_text())
+    rig.rotate_host_key()
+    for accept in (False, True):
+        with (
+            open_place(machine, accept_new_host_key=accept) as place,
+            pytest.raises(HostKeyError) as caught,
+        ):
+            place.run(["true"], timeout=20)
+        assert f"line 2 of {rig.known_hosts}" in caught.value.message
+        assert f"-R '[127.0.0.1]:{rig.port}'" in caught.value.hint
+
+
+def test_a_key_that_the_server_does_not_know_is_an_authentication_error(
+    rig: Rig, machine: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / ".ssh"
+    ssh.mkdir(mode=0o700)
+    shutil.copy(rig.known_hosts, ssh / "known_hosts")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    error = failure(machine)
+    assert isinstance(error, AuthenticationError)
+    assert "ssh-copy-id" in error.hint
+
+
+def test_an_alias_of_ssh_config_is_an_address(rig: Rig, machine: Host) -> None:
+    by_alias = machine.model_copy(update={"address": rig.alias, "port": None, "user": ""})
+    with open_place(by_alias) as place:
+        assert place.run(["true"], timeout=20).status == 0
+
+
+@pytest.mark.parametrize("trouble", ["kill", "stop the server"])
+def test_a_broken_connection_is_a_lost_one_and_never_an_end(rig: Rig, container: Host, trouble: str) -> None:
+    with open_place(container) as place:
+        process = place.start(["cat"])
+        process.send(b"x\n")
+        assert process.receive(20) == b"x\n"
+        breaks: Callable[[], object] = rig.kill_connections if trouble == "kill" else rig.stop_sshd
+        breaks()
+        with pytest.raises(ConnectionLostError):
+            process.receive(20)
+        with pytest.raises(ConnectionLostError):
+            process.wait(20)
+        with pytest.raises(ConnectionLostError):
+            process.send(b"y")
+        if trouble == "kill":
+            assert place.run(["echo", "again"], timeout=20).stdout == b"again\n"
+
+
+def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(rig: Rig, container: Host) -> None:
+    impatient = container.model_copy(update={"connect_timeout": 0.5})
+    with open_place(impatient) as place:
+        assert place.run(["true"], timeout=20).status == 0
+        rig.freeze_connections()
+        begun = time.monotonic()
+        with pytest.raises(ConnectionLostError):
+            place.run(["true"], timeout=3)
+        rig.thaw_connections()
+    with open_place(impatient) as place:
+        rig.freeze_container()
+        with pytest.raises(UnreachableError, match="did not begin"):
+            place.start(["true"])
+    assert time.monotonic() - begun < 10
