@@ -1,0 +1,137 @@
+"""Where the laptop keeps what it knows: one folder a run and host, and how a user's text names a run.
+
+`$XDG_STATE_HOME/dflashctl/runs/<run-id>/<host>/`; state and not cache, because a container may be gone
+while the loss curve of its run is still wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from controller.errors import LocalStateError, UsageError
+from remote_payload import rundir
+
+PLACE: Final = "place.json"
+"""In a mirror folder: how to reach the run again, written at launch."""
+
+_HOST = re.compile(r"[A-Za-z0-9_:%\[\]@-][A-Za-z0-9._:%\[\]@-]{0,252}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownRun:
+    """A run that this laptop has launched or attached to."""
+
+    run_id: str
+    host: str
+    directory: Path
+    created: float
+    """Unix seconds of the launch; the folder's own time where `place.json` cannot be read."""
+    job_name: str
+
+
+def state_root() -> Path:
+    """The folder of everything that this laptop knows; not created here.
+
+    The XDG base directory specification has a relative `$XDG_STATE_HOME` ignored.
+    """
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if named.startswith("/") else Path.home() / ".local" / "state"
+    return base / "dflashctl"
+
+
+def mirror_dir(run_id: str, host: str) -> Path:
+    """The mirror folder of run `run_id` on `host` (an address, or `local`); not created here.
+
+    Raises UsageError when one of the two could name a folder outside of the state root.
+    """
+    if not rundir.is_run_id(run_id):
+        raise UsageError(
+            f"{run_id!r} is no run id", "a run id is up to 63 lower-case letters, digits and dashes"
+        )
+    if not _HOST.fullmatch(host):
+        raise UsageError(f"{host!r} is no address of a host")
+    return state_root() / "runs" / run_id / host
+
+
+def make_mirror_dir(run_id: str, host: str) -> Path:
+    """`mirror_dir`, created, for its owner only. Raises LocalStateError when that fails."""
+    directory = mirror_dir(run_id, host)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalStateError(
+            f"cannot create {directory}: {error.strerror}",
+            "make it writable, or set XDG_STATE_HOME to a folder that is",
+        ) from error
+    return directory
+
+
+def known_runs() -> list[KnownRun]:
+    """Every run in the state root, newest first. Raises LocalStateError when it cannot be read."""
+    root = state_root() / "runs"
+    try:
+        folders = [
+            (run_id.name, host)
+            for run_id in root.iterdir()
+            if rundir.is_run_id(run_id.name) and run_id.is_dir()
+            for host in run_id.iterdir()
+            if host.is_dir()
+        ]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LocalStateError(f"cannot read {root}: {error.strerror}") from error
+    runs = [_known(run_id, folder) for run_id, folder in folders]
+    return sorted(runs, key=lambda run: (run.created, run.run_id, run.host), reverse=True)
+
+
+def _known(run_id: str, folder: Path) -> KnownRun:
+    record = rundir.read_whole(folder / PLACE) or {}
+    created = record.get("created")
+    if isinstance(created, bool) or not isinstance(created, int | float):
+        created = folder.stat().st_mtime
+    return KnownRun(run_id, folder.name, folder, float(created), str(record.get("job_name", "")))
+
+
+def find_run(text: str | None) -> Path:
+    """The mirror folder of the run that `text` names: its id, or a beginning that only one run has.
+
+    None is the newest run. `id/host` chooses among the hosts of one run. Raises UsageError, with the
+    nearest names, when there is no such run or more than one.
+    """
+    runs = known_runs()
+    if not runs:
+        raise UsageError(
+            "no run is known on this machine" if text is None else f"no run {text!r}: none is known",
+            f"`dflashctl launch` starts one; runs are kept in {state_root() / 'runs'}",
+        )
+    if text is None:
+        return runs[0].directory
+    run_text, _, host = text.partition("/")
+    among = [run for run in runs if not host or run.host == host]
+    chosen = [run for run in among if run.run_id == run_text]
+    if not chosen and run_text:
+        chosen = [run for run in among if run.run_id.startswith(run_text)]
+    names = sorted({run.run_id for run in chosen})
+    if len(names) > 1:
+        raise UsageError(f"{text!r} is the beginning of {len(names)} runs", _list(names))
+    if len(chosen) > 1:
+        raise UsageError(
+            f"run {names[0]} has {len(chosen)} hosts",
+            _list([f"{run.run_id}/{run.host}" for run in chosen]),
+        )
+    if chosen:
+        return chosen[0].directory
+    ids = list(dict.fromkeys(run.run_id for run in runs))
+    near = difflib.get_close_matches(run_text, ids, n=3, cutoff=0.5) or ids[:3]
+    raise UsageError(f"no run {text!r} is known on this machine", _list(near))
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"did you mean one of: {shown}, ...?" if len(names) > 5 else f"did you mean: {shown}?"

@@ -1,0 +1,92 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from controller import paths
+from controller.errors import LocalStateError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "dflashctl"
+
+
+def launched(run_id: str, created: float, host: str = "local") -> Path:
+    directory = paths.make_mirror_dir(run_id, host)
+    (directory / paths.PLACE).write_text(json.dumps({"created": created, "job_name": "demo"}))
+    return directory
+
+
+def test_the_state_root_follows_xdg_and_ignores_a_relative_one(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert paths.state_root() == state
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert paths.state_root() == Path("/home/someone/.local/state/dflashctl")
+
+
+def test_a_mirror_folder_is_for_its_owner_only(state: Path) -> None:
+    directory = paths.make_mirror_dir("run-1", "10.1.2.6")
+    assert directory == state / "runs" / "run-1" / "10.1.2.6"
+    assert directory.stat().st_mode & 0o077 == 0
+    assert paths.make_mirror_dir("run-1", "10.1.2.6") == directory
+
+
+@pytest.mark.parametrize(
+    ("run_id", "host"), [("../x", "h"), ("a", "../h"), ("a", ".."), ("A", "h"), ("a", "")]
+)
+def test_names_that_leave_the_state_root_are_refused(run_id: str, host: str) -> None:
+    with pytest.raises(UsageError):
+        paths.mirror_dir(run_id, host)
+
+
+def test_runs_are_listed_newest_first_and_a_spoilt_place_file_does_not_hide_one() -> None:
+    old, new = launched("b-old", 100.0), launched("a-new", 200.0)
+    spoilt = paths.make_mirror_dir("spoilt", "local")
+    (spoilt / paths.PLACE).write_text("{half")
+    os.utime(spoilt, (150.0, 150.0))
+    assert [run.directory for run in paths.known_runs()] == [new, spoilt, old]
+    assert paths.find_run(None) == new
+
+
+def test_a_run_is_found_by_its_id_or_a_beginning_that_only_one_has() -> None:
+    one, other = launched("0101-fox", 1.0), launched("0102-owl", 2.0)
+    launched("0102-owlet", 3.0)
+    assert paths.find_run("0101-fox") == one
+    assert paths.find_run("0101") == one
+    assert paths.find_run("0102-owl") == other
+    with pytest.raises(UsageError, match="beginning of 3 runs") as caught:
+        paths.find_run("01")
+    assert "0102-owlet" in caught.value.hint
+
+
+def test_an_unknown_run_is_answered_with_the_nearest_names() -> None:
+    with pytest.raises(UsageError, match="no run is known"):
+        paths.find_run(None)
+    launched("0101-fox", 1.0)
+    with pytest.raises(UsageError, match="'0101-fax'") as caught:
+        paths.find_run("0101-fax")
+    assert "0101-fox" in caught.value.hint
+
+
+def test_hosts_of_one_run_are_told_apart() -> None:
+    launched("r", 1.0, "a")
+    b = launched("r", 1.0, "b")
+    assert paths.find_run("r/b") == b
+    with pytest.raises(UsageError, match="2 hosts") as caught:
+        paths.find_run("r")
+    assert "r/a" in caught.value.hint
+
+
+def test_a_state_root_that_cannot_be_written_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(LocalStateError, match="cannot create") as caught:
+        paths.make_mirror_dir("r", "local")
+    assert "XDG_STATE_HOME" in caught.value.hint
