@@ -216,7 +216,10 @@ def test_a_broken_connection_is_a_lost_one_and_never_an_end(rig: Rig, container:
             assert place.run(["echo", "again"], timeout=20).stdout == b"again\n"
 
 
-def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(rig: Rig, container: Host) -> None:
+def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(
+    rig: Rig, container: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.remote.BEGIN_GRACE_S", 1.0)
     impatient = container.model_copy(update={"connect_timeout": 0.5})
     with open_place(impatient) as place:
         assert place.run(["true"], timeout=20).status == 0
