@@ -1,0 +1,134 @@
+"""The payload's commands: `python <folder of this file> COMMAND ...`, or `python -m remote_payload`.
+
+Each answers with JSON on stdout, for the controller; a wrong command line is one sentence on stderr and
+exit code 64. Imports are made by the command that needs them: `feed` and `supervise` start in a few
+hundredths of a second and know nothing of the trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+if not __package__:
+    # Run as a folder, Python puts the folder itself in front, where `job`, `batch` and others would
+    # shadow modules of those names; the package is to be found in the folder above.
+    _folder = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != _folder]
+    sys.path.insert(0, str(_folder.parent))
+
+USAGE = 64
+
+
+def _preflight(workspace: str = "") -> int:
+    from remote_payload.preflight import preflight
+
+    # <workspace>/payloads/<digest>/remote_payload
+    _answer(preflight(Path(workspace) if workspace else Path(__file__).resolve().parents[3]))
+    return 0
+
+
+def _start(workspace: str, run_id: str) -> int:
+    from remote_payload.rundir import decode
+    from remote_payload.start import StartError, start
+
+    order = decode(sys.stdin.buffer.read()) or {}
+    run, job = order.get("run"), order.get("job")
+    if not isinstance(run, dict) or not isinstance(job, str):
+        return _refuse('stdin: expected one JSON object {"run": {...}, "job": "text of job.toml"}')
+    try:
+        run_dir, pid = start(Path(workspace), run_id, run, job)
+    except StartError as error:
+        return _refuse(str(error))
+    _answer({"ok": True, "run_dir": str(run_dir), "pid": pid})
+    return 0
+
+
+def _supervise(run_dir: str) -> int:
+    from remote_payload.supervisor import SupervisorError, supervise
+
+    try:
+        return supervise(Path(run_dir).absolute())
+    except SupervisorError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _feed(run_dir: str, nonce: str) -> int:
+    from remote_payload.feed import feed
+
+    return feed(Path(run_dir), nonce)
+
+
+def _control(run_dir: str, request: str) -> int:
+    from remote_payload.control import ControlError, place_request
+
+    content = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    try:
+        place_request(Path(run_dir), request, content)
+    except ControlError as error:
+        return _refuse(str(error))
+    _answer({"ok": True})
+    return 0
+
+
+def _runs(workspace: str) -> int:
+    from remote_payload.listing import list_runs
+
+    for run in list_runs(Path(workspace)):
+        _answer(run)
+    return 0
+
+
+def _train(run_dir: str, attempt: str) -> int:
+    if not attempt.isdecimal():
+        return _usage(f"train: ATTEMPT {attempt!r} is no whole number")
+    from remote_payload.train.main import main as train
+
+    return train(Path(run_dir), int(attempt))
+
+
+COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
+    "preflight": (_preflight, "[WORKSPACE]"),
+    "start": (_start, "WORKSPACE RUN_ID"),
+    "supervise": (_supervise, "RUN_DIR"),
+    "feed": (_feed, "RUN_DIR NONCE"),
+    "control": (_control, "RUN_DIR REQUEST"),
+    "runs": (_runs, "WORKSPACE"),
+    "train": (_train, "RUN_DIR ATTEMPT"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code."""
+    if not arguments or arguments[0] not in COMMANDS:
+        said = f"unknown command {arguments[0]!r}" if arguments else "no command"
+        return _usage(f"{said}: expected one of {', '.join(COMMANDS)}")
+    name, *given = arguments
+    command, expected = COMMANDS[name]
+    words = expected.split()
+    least = sum(not word.startswith("[") for word in words)
+    if not least <= len(given) <= len(words):
+        return _usage(f"{name}: expected {expected}, got {len(given)} arguments")
+    return command(*given)
+
+
+def _answer(value: object) -> None:
+    import json
+
+    print(json.dumps(value), flush=True)
+
+
+def _refuse(error: str) -> int:
+    _answer({"ok": False, "error": error})
+    return 1
+
+
+def _usage(sentence: str) -> int:
+    print(f"remote_payload: {sentence}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""The runs of a workspace, as the container itself sees them. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from remote_payload import identity, rundir
+from remote_payload.start import RUNS
+
+
+def list_runs(workspace: Path) -> Iterator[dict[str, Any]]:
+    """`id`, `created`, `job`, `state` and `step` of every run in `workspace`, oldest first.
+
+    What is not known is null. A state that is not an end, under a supervisor that does not live, is `lost`.
+    """
+    folder = workspace / RUNS
+    runs = [_describe(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    yield from sorted(runs, key=lambda run: (run["created"] or 0, run["id"]))
+
+
+def _describe(run_dir: Path) -> dict[str, Any]:
+    run = rundir.read_whole(run_dir / rundir.RUN) or {}
+    status = rundir.read_whole(run_dir / rundir.STATUS) or {}
+    progress = rundir.read_whole(run_dir / rundir.PROGRESS) or {}
+    state = status.get("state")
+    ended = state in [known for known in rundir.State if known.ended]
+    if state and not ended and _supervisor(status) != "alive":
+        state = "lost"
+    return {
+        "id": run_dir.name,
+        "created": run.get("created"),
+        "job": run.get("job"),
+        "state": state,
+        "step": progress.get("step"),
+    }
+
+
+def _supervisor(status: dict[str, Any]) -> identity.Presence:
+    return identity.state_of(status.get("supervisor"), status.get("boot_id"))

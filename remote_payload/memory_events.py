@@ -1,0 +1,93 @@
+"""How often the kernel's out-of-memory killer struck, before and after: the only witness of a SIGKILL.
+
+Nobody tells a process why it was killed. The memory cgroup counts its kills (version 2: `memory.events`,
+version 1: `memory.oom_control`); /proc/vmstat counts those of the whole machine. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryEvents:
+    """Counts of out-of-memory kills since boot; None where the kernel does not say."""
+
+    container: int | None
+    machine: int | None
+    limit_gib: float | None
+    """The container's memory limit, or None where there is none."""
+
+
+def read(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> MemoryEvents:
+    """The counts as they are now. Never raises: what cannot be read is None."""
+    folders = _folders(cgroups, proc)
+    kills = [
+        count
+        for folder in folders
+        for name in ("memory.events", "memory.oom_control")
+        if (count := _counter(folder / name, "oom_kill")) is not None
+    ]
+    limits = [
+        limit
+        for folder in folders
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (limit := _bytes(folder / name)) is not None
+    ]
+    return MemoryEvents(
+        container=kills[0] if kills else None,
+        machine=_counter(proc / "vmstat", "oom_kill"),
+        limit_gib=round(min(limits) / 2**30, 3) if limits else None,
+    )
+
+
+def hint(before: MemoryEvents, after: MemoryEvents) -> str:
+    """What the counts say about a process that was killed by SIGKILL between the two readings."""
+    if _rose(before.container, after.container):
+        limit = "" if after.limit_gib is None else f" (limit {after.limit_gib:g} GiB)"
+        return f"out of memory: the kernel killed it{limit}"
+    if _rose(before.machine, after.machine):
+        return "probably out of memory: the kernel killed something on this machine meanwhile"
+    if after.container is not None:
+        return "not by the kernel for lack of memory, so by somebody or something else"
+    return "out of memory? or killed by hand; the kernel does not say here"
+
+
+def _rose(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
+
+
+def _folders(cgroups: Path, proc: Path) -> list[Path]:
+    """Where this process's memory cgroup may be seen, the most exact one first."""
+    folders = []
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:
+            folders.append(cgroups / path.lstrip("/"))
+        elif "memory" in controllers.split(","):
+            folders.append(cgroups / "memory" / path.lstrip("/"))
+    return [*folders, cgroups, cgroups / "memory"]
+
+
+def _counter(path: Path, name: str) -> int | None:
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.strip().isdecimal():
+            return int(value)
+    return None
+
+
+def _bytes(path: Path) -> int | None:
+    text = _text(path).strip()
+    # Version 1 says "no limit" by a number near 2**63, version 2 by the word max.
+    return int(text) if text.isdecimal() and int(text) < 2**60 else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
