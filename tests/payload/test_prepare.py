@@ -1,0 +1,299 @@
+"""The data set maker: prompts file, greedy answers, what is kept, what is written."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from remote_payload.tools import prepare
+from remote_payload.tools.prompts import Prompt, read_prompts
+from remote_payload.tools.repetition import MIN_ANSWER, find_loop, judge, repeated_share
+
+TEMPLATE = (
+    "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<bot> {% endif %}"
+)
+WORDS = ["<eos>", "<user>", "<bot>", "<unk>", *(f"w{i}" for i in range(60))]
+PROMPTS = """
+held_out = ["tides"]
+[prompts.explain]
+tides = ["w1 w2"]
+moon = ["w3 w4 w5", "w6"]
+[prompts.list]
+fruit = ["w7 w8 w9 w10 w11 w12"]
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama whose tokenizer knows sixty words."""
+    folder = tmp_path_factory.mktemp("target")
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return loaded.eval()
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "prompts.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def read(path: Path) -> pa.Table:
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+def run(target: Path, prompts: Path, out: Path, *more: str) -> int:
+    arguments = ["--prompts", str(prompts), "--target", str(target), "--out", str(out)]
+    return prepare.main([*arguments, "--max-new-tokens", "20", *more])
+
+
+# The prompts file
+
+
+def test_prompts_keep_their_order_and_a_held_out_topic_is_held_out_in_every_kind(
+    tmp_path: Path,
+) -> None:
+    text = PROMPTS + 'tides = ["w13"]\n'
+    assert read_prompts(write(tmp_path, text)) == [
+        Prompt("explain", "tides", "w1 w2", True),
+        Prompt("explain", "moon", "w3 w4 w5", False),
+        Prompt("explain", "moon", "w6", False),
+        Prompt("list", "fruit", "w7 w8 w9 w10 w11 w12", False),
+        Prompt("list", "tides", "w13", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("held_out = [1", "is not TOML: "),
+        ("prompt = 1", "unknown key 'prompt'; expected held_out and"),
+        ("held_out = 'tides'", "held_out: expected a list of strings"),
+        ("held_out = []", r"prompts: expected \[prompts.KIND\] tables"),
+        ("[prompts]\nexplain = ['a']", 'prompts.explain: expected topic = \\["prompt", ...\\]'),
+        ("[prompts.explain]\nmoon = 'a'", "prompts.explain.moon: expected a list of strings"),
+        ("[prompts.explain]\nmoon = ['a', ' ']", "prompts.explain.moon: holds an empty string"),
+        ("[prompts.a]\nx = ['b']\n[prompts.c]\ny = ['b']", r"c\.y: the same .* under prompts\.a\.x"),
+        ("held_out = ['sun']\n[prompts.a]\nx = ['b']", "held_out: no prompt has the topic 'sun'"),
+        ("held_out = ['x']\n[prompts.a]\nx = ['b']", "nothing is left to train on"),
+    ],
+)
+def test_a_wrong_prompts_file_is_refused_naming_file_and_key(text: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(str(file)) + ": .*" + message):
+        read_prompts(file)
+
+
+def test_a_missing_prompts_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.toml: cannot be read"):
+        read_prompts(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"binary\.toml: is not UTF-8"):
+        read_prompts(tmp_path / "binary.toml")
+
+
+# Repetition
+
+
+def test_plain_text_has_no_loop_and_is_kept_whole() -> None:
+    assert find_loop(range(100)) is None
+    assert judge(range(100)).keep == 100
+    assert judge(range(100)).reason is None
+
+
+def test_a_loop_is_cut_after_its_first_unit() -> None:
+    answer = [*range(100, 120), *[1, 2, 3, 4, 5] * 6]
+    assert find_loop(answer) == (20, 5)
+    verdict = judge(answer)
+    assert (verdict.keep, verdict.reason) == (25, "loop")
+
+
+def test_a_loop_before_a_different_ending_is_found_too() -> None:
+    answer = [*range(100, 120), *[7, 8, 9, 10] * 4, *range(200, 220)]
+    assert judge(answer).keep == 24
+
+
+def test_an_answer_that_loops_from_the_start_is_dropped() -> None:
+    assert judge([1, 2, 3] * 20).keep == 0
+    assert judge([1, 2, 3] * 20).reason == "loop"
+
+
+def test_a_short_refrain_is_no_loop() -> None:
+    assert find_loop([*range(50), 7, 7, 7, *range(60, 90)]) is None
+
+
+def test_a_numbered_list_of_one_sentence_is_dropped_as_repetition() -> None:
+    answer = [token for i in range(8) for token in (900 + i, 1, 2, 3, 4, 5, 6, 7)]
+    assert find_loop(answer) is None
+    assert repeated_share(answer) > 0.4
+    assert (judge(answer).keep, judge(answer).reason) == (0, "repetition")
+
+
+def test_an_empty_answer_is_dropped_as_empty() -> None:
+    assert (judge([]).keep, judge([]).reason) == (0, "empty")
+
+
+# Answers
+
+
+def test_answers_of_a_padded_batch_equal_those_of_prompts_asked_alone(model: Any) -> None:
+    prompts = [[1, 9, 2], [1, 10, 11, 12, 13, 14, 15, 16, 17, 2], [1, 20, 21, 2], [5]]
+    together = prepare.generate_greedy(model, prompts, 24, pad_token_id=0)
+    alone = [prepare.generate_greedy(model, [p], 24, pad_token_id=0)[0] for p in prompts]
+    assert together == alone
+    assert len({tuple(answer) for answer in together}) == len(prompts)
+
+
+def test_every_answer_is_the_argmax_of_its_own_prefix(model: Any) -> None:
+    prompt = [1, 30, 31, 2]
+    answer = prepare.generate_greedy(model, [prompt, [1] * 9], 16, pad_token_id=0)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == answer
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "truncated", "reason"),
+    [
+        ([*range(40, 60), 0], [*range(40, 60), 0], False, None),
+        ([*range(40, 60)], [*range(40, 60)], True, "token limit"),
+        ([*range(40, 60), *[5, 6] * 9, 0], [*range(40, 60), 5, 6], True, "loop"),
+        ([0], [], False, "empty"),
+        ([40, 41, 2, 42, 0], [], False, "special token"),
+    ],
+)
+def test_an_answer_ends_or_is_marked_as_cut_or_is_dropped_with_a_reason(
+    said: list[int], answer: list[int], truncated: bool, reason: str | None
+) -> None:
+    prompt = Prompt("explain", "moon", "w1", False)
+    result = prepare.assess(prompt, [1, 2], said, ends={0}, special={1, 2})
+    assert (result.answer_ids, result.truncated, result.reason) == (answer, truncated, reason)
+    assert result.kept == bool(answer)
+
+
+# The files
+
+
+def test_the_files_hold_rendered_prompts_with_the_targets_answers_split_by_topic(
+    target: Path, model: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "data"
+    assert run(target, write(tmp_path, PROMPTS), out, "--batch-size", "2") == 0
+    train, held = read(out / "train.arrow"), read(out / "held_out.arrow")
+    assert train.schema.remove_metadata() == prepare.SCHEMA
+    assert set(held["topic"].to_pylist()) <= {"tides"}
+    assert set(train["topic"].to_pylist()) <= {"moon", "fruit"}
+    rows = train.to_pylist()
+    assert rows, "the random target's answers were all dropped: choose another seed"
+    for row in rows:
+        prompt = row["input_ids"][: row["prompt_length"]]
+        answer = row["input_ids"][row["prompt_length"] :]
+        assert (prompt[0], prompt[-1]) == (1, 2)
+        assert prepare.generate_greedy(model, [prompt], 20, 0)[0][: len(answer)] == answer
+        assert row["truncated"] == (answer[-1] != 0)
+        assert len(answer) >= MIN_ANSWER or not row["truncated"]
+
+
+def test_the_schema_names_target_tokenizer_template_and_command(target: Path, tmp_path: Path) -> None:
+    assert run(target, write(tmp_path, PROMPTS), tmp_path) == 0
+    metadata = read(tmp_path / "train.arrow").schema.metadata
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert metadata[b"target"].decode() == str(target)
+    assert metadata[b"tokenizer_sha256"].decode() == prepare.tokenizer_digest(tokenizer)
+    assert metadata[b"chat_template_sha256"].decode() == prepare.chat_template_digest(tokenizer)
+    assert metadata[b"command"].decode().startswith("python -m remote_payload.tools.prepare --prom")
+    tokenizer.chat_template = TEMPLATE + " "
+    assert metadata[b"chat_template_sha256"].decode() != prepare.chat_template_digest(tokenizer)
+
+
+def test_columns_are_read_from_a_memory_map_without_a_copy(target: Path, tmp_path: Path) -> None:
+    assert run(target, write(tmp_path, PROMPTS), tmp_path) == 0
+    before = pa.total_allocated_bytes()
+    table = read(tmp_path / "train.arrow")
+    assert table.nbytes > 0
+    assert pa.total_allocated_bytes() == before
+
+
+def test_the_summary_counts_each_kind_and_every_reason(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    assert run(target, write(tmp_path, PROMPTS), tmp_path) == 0
+    output = capsys.readouterr().out
+    assert "Answered 4/4 prompts" in output
+    rows = {line.split()[0]: line.split() for line in output.splitlines() if line[:1].isalpha()}
+    assert rows["explain"][1] == "3"
+    assert rows["list"][1] == "1"
+    assert rows["all"][1] == "4"
+    made = read(tmp_path / "train.arrow").num_rows + read(tmp_path / "held_out.arrow").num_rows
+    assert rows["all"][2] == str(made)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--prompts", "/no/such/file"], "/no/such/file: cannot be read"),
+        (["--target", "/no/such/model"], "there is no such folder"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--out", "/dev/null/data"], "--out /dev/null/data: Not a directory"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_sentence(
+    change: list[str],
+    message: str,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(target, write(tmp_path, PROMPTS), tmp_path / "out", *change) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_target_without_a_chat_template_is_refused(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(bare)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(bare)
+    assert run(bare, write(tmp_path, PROMPTS), tmp_path / "out") == 2
+    assert "has no chat template" in capsys.readouterr().err
