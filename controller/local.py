@@ -158,10 +158,14 @@ class LocalProcess:
 
 
 def _environment() -> dict[str, str]:
-    me = pwd.getpwuid(os.getuid())
+    try:
+        me = pwd.getpwuid(os.getuid())
+        name, home = me.pw_name, me.pw_dir
+    except KeyError:  # a uid without a name, as some container engines give
+        name, home = str(os.getuid()), "/"
     return {
         "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": os.environ.get("HOME", me.pw_dir),
-        "USER": me.pw_name,
+        "HOME": os.environ.get("HOME", home),
+        "USER": name,
         "LANG": "C.UTF-8",
     }
