@@ -22,8 +22,8 @@ On the host and in the container:
   ssh -F {rig.ssh_config} {rig.alias} pct list
   ssh -F {rig.ssh_config} {rig.alias} pct exec {rig.vmid} --keep-env 0 -- nvidia-smi
 
-As a place of dflashctl, with a home of its own that goes with the rig:
-  export {env}
+As a place of dflashctl, in a shell with a home of its own that goes with the rig:
+  . {env}
   dflashctl launch --host {rig.host}
 
 The same in a hosts.toml of yours (its key and known_hosts are in {rig.laptop}/.ssh):
@@ -56,7 +56,9 @@ def main(argv: list[str]) -> int:
         signal.signal(number, interrupted)
     try:
         with Rig() as rig:
-            env = " ".join(f"{k}={shlex.quote(v)}" for k, v in rig.laptop_env().items())
+            env = rig.laptop / "env"
+            variables = rig.laptop_env().items()
+            env.write_text("".join(f"export {k}={shlex.quote(v)}\n" for k, v in variables))
             place = "".join(f"  {line}\n" for line in rig.hosts_toml().splitlines())
             mode = NVIDIA_HOME / "mode"
             print(GUIDE.format(rig=rig, env=env, place=place, mode=mode), flush=True)

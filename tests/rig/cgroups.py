@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from select import poll
 
 
 class RigError(Exception):
@@ -91,12 +92,26 @@ def kill(name: str, timeout: float = 10.0) -> None:
     deadline = time.monotonic() + timeout
     while pids := members(name):
         assert os.getpid() not in pids, "the rig's own process is never in its group"
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            raise RigError(f"processes {sorted(pids)} of {name} do not end")
-        time.sleep(0.005)
+        # A dying process leaves its group's list before it is gone: so each is waited for.
+        for descriptor in [end(pid) for pid in pids]:
+            if descriptor is not None:
+                waiting = poll()
+                waiting.register(descriptor)
+                gone = waiting.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                os.close(descriptor)
+                if not gone:
+                    raise RigError(f"processes of {name} do not end, of {sorted(pids)}")
+
+
+def end(pid: int) -> int | None:
+    """Kills a process; a descriptor that can be read once it is gone, None if it is already."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    return descriptor
 
 
 def remove(name: str, timeout: float = 10.0) -> None:

@@ -5,7 +5,7 @@
 set -eu
 
 rig_complete() {
-    for tool in sshd ssh ssh-keygen lxc-start lxc-attach lxc-info lxc-stop; do
+    for tool in sshd ssh ssh-keygen lxc-start lxc-attach lxc-info lxc-stop perl; do
         PATH="$PATH:/usr/sbin:/sbin" command -v "$tool" >/dev/null 2>&1 || return 1
     done
 }
@@ -38,7 +38,8 @@ log=$(mktemp)
 install_packages() {
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq &&
-        apt-get install -y -qq --no-install-recommends openssh-server openssh-client lxc </dev/null
+        apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 \
+            openssh-server openssh-client lxc perl-base </dev/null
 }
 echo "rig: installing openssh-server and lxc"
 if ! install_packages >"$log" 2>&1 || ! rig_complete; then

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -54,7 +55,10 @@ def claim() -> tuple[Path, int]:
 
 
 def sweep() -> list[Path]:
-    """Takes down what rigs left that are no more; returns their state directories."""
+    """Takes down what rigs left that are no more; returns their state directories.
+
+    One that resists is told on stderr and stays: it is no reason against another rig.
+    """
     swept = []
     for state in BASE.glob(PREFIX + "*"):
         with suppress(FileNotFoundError):
@@ -66,9 +70,11 @@ def sweep() -> list[Path]:
             if descriptor is not None:
                 try:
                     take_down(state)
+                    swept.append(state)
+                except (RigError, OSError) as error:
+                    print(f"rig: leftover {state} cannot be taken down: {error}", file=sys.stderr)
                 finally:
                     os.close(descriptor)
-                swept.append(state)
     return swept
 
 

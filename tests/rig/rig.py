@@ -106,11 +106,13 @@ class Rig:
         if not hasattr(self, "_claim"):
             return
         process = self.sshd.process if hasattr(self, "sshd") else None
-        leftovers.take_down(self.state)
-        if process is not None:
-            process.wait()
-        os.close(self._claim)
-        del self._claim
+        try:
+            leftovers.take_down(self.state)
+            if process is not None:
+                process.wait()
+        finally:
+            os.close(self._claim)
+            del self._claim
 
     # What a client needs.
 

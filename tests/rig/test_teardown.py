@@ -144,7 +144,7 @@ def test_two_rigs_have_the_same_numbers_and_nothing_else_in_common(rig: Rig) -> 
 
 
 def test_a_state_directory_with_the_hosts_root_mounted_in_it_is_not_deleted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del rig
     state, descriptor = leftovers.claim()
@@ -157,12 +157,14 @@ def test_a_state_directory_with_the_hosts_root_mounted_in_it_is_not_deleted(
                 leftovers.take_down(state)
         with pytest.raises(OSError, match="not empty"):
             leftovers.take_down(state)
-        assert (state / "lower" / "precious").exists()
-        (state / "lower" / "precious").unlink()
-        leftovers.take_down(state)
-        assert not state.exists()
-    finally:
         os.close(descriptor)
+        assert state not in leftovers.sweep()
+        assert f"leftover {state} cannot be taken down" in capsys.readouterr().err
+        assert (state / "lower" / "precious").exists()
+    finally:
+        (state / "lower" / "precious").unlink()
+    assert state in leftovers.sweep()
+    assert not state.exists()
 
 
 def test_only_processes_of_its_own_groups_are_ended(rig: Rig) -> None:
