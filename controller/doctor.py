@@ -37,7 +37,7 @@ class Check:
 def examine(answer: Mapping[str, Any], job: Job, host: Host) -> list[Check]:
     """The checks of `host` for `job`, by preflight's `answer`."""
     return [
-        Check("interpreter", "ok", f"Python {answer['python']} at {host.python}"),
+        Check("Python", "ok", f"{answer['python']} ({host.python})"),
         *_packages(answer["modules"], host),
         _gpus(answer["gpus"], job),
         _workspace(answer["workspace"], host),

@@ -123,8 +123,11 @@ def _prepare(
         )
     checks = doctor.examine(answer, job, host)
     doctor.require(checks, host)
+    fine = [f"{check.name} {check.seen}" for check in checks if check.level == "ok"]
+    say(f"{host.name}: {', '.join(fine)}")
     for check in checks:
-        say(f"{check.level}: {check.name}: {check.seen}" + (f" ({check.todo})" if check.todo else ""))
+        if check.level == "warning":
+            say(f"warning: {host.name}: {check.seen}; {check.todo}")
 
 
 def _start(place: Place, payload: Payload, job: Job, job_name: str) -> LaunchedRun:

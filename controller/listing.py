@@ -1,0 +1,79 @@
+"""The runs that this laptop knows, as one table: by what their mirrors hold, asking nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any, TextIO
+
+from controller.health import Limits, judge
+from controller.paths import KnownRun, known_runs
+from controller.run_reader import MIRROR
+from controller.run_records import number, whole
+from controller.text import safe_line
+from controller.timing import Timing
+from remote_payload import rundir
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One run; the field names are the keys of `runs --json`."""
+
+    run: str
+    host: str
+    job: str
+    created: float
+    """Unix seconds of the laptop."""
+    state: str
+    exit_code: int | None
+    step: int | None
+    steps: int | None
+    news_age_s: float | None
+    directory: str
+
+
+def print_runs(out: TextIO, *, as_json: bool) -> None:
+    """Print all known runs, newest first. Raises LocalStateError."""
+    now = time.time()
+    rows = [_row(run, now) for run in known_runs()]
+    if as_json:
+        for row in rows:
+            print(json.dumps(dataclasses.asdict(row)), file=out)
+        return
+    table = [("RUN", "STATE", "STEP", "LAUNCHED", "HOST", "JOB")]
+    for row in rows:
+        step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
+        launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
+        table.append((row.run, row.state, step, launched, row.host, row.job))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip(), file=out)
+
+
+def _row(run: KnownRun, now: float) -> Row:
+    def record(name: str) -> dict[str, Any] | None:
+        return rundir.read_whole(run.directory / name)
+
+    progress = record(rundir.PROGRESS) or {}
+    health = judge(
+        status=record(rundir.STATUS),
+        exit_record=record(rundir.EXIT),
+        mirror=record(MIRROR),
+        progress_t=number(progress, "t"),
+        now=now,
+        limits=Limits().scaled(Timing.from_environment().scale),
+    )
+    return Row(
+        run=run.run_id,
+        host=run.host,
+        job=safe_line(run.job_name),
+        created=run.created,
+        state=str(health.word),
+        exit_code=health.exit_code if health.word.ended else None,
+        step=whole(progress, "step"),
+        steps=whole(progress, "steps"),
+        news_age_s=None if health.news_age_s is None else round(health.news_age_s, 1),
+        directory=str(run.directory),
+    )
