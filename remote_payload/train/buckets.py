@@ -1,0 +1,76 @@
+"""Length buckets, and the order of an epoch's batches as a pure function of (seed, epoch).
+
+A batch holds samples of one bucket, so that the target sees little padding: rows x longest row stays within
+the token budget, and rows within `max_batch`. The batches of all buckets are shuffled together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """An epoch's batches in order: the samples of each (by number), and its bucket."""
+
+    batches: list[npt.NDArray[np.int64]]
+    buckets: npt.NDArray[np.int64]
+
+    def counts(self, buckets: int) -> list[int]:
+        """Batches of each bucket."""
+        return [int(count) for count in np.bincount(self.buckets, minlength=buckets)]
+
+
+def bucket_of(lengths: npt.NDArray[np.int64], edges: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The bucket of each length, [edge, next edge), or -1 outside all of them."""
+    bucket = np.searchsorted(np.asarray(edges), lengths, side="right") - 1
+    return np.where(bucket < len(edges) - 1, bucket, -1)
+
+
+def plan_epoch(
+    lengths: npt.NDArray[np.int64],
+    buckets: npt.NDArray[np.int64],
+    *,
+    token_budget: int,
+    max_batch: int,
+    seed: int,
+    epoch: int,
+) -> EpochPlan:
+    """The batches of `epoch`: the same for the same arguments, whatever ran before.
+
+    Args:
+        lengths: tokens of each sample, [samples].
+        buckets: the bucket of each sample, -1 for one left out, [samples].
+        token_budget: most tokens of a batch, rows x longest row.
+        max_batch: most rows of a batch.
+        seed: the job's seed.
+        epoch: 0 for the first pass.
+    """
+    random = np.random.default_rng([seed, epoch])
+    batches: list[npt.NDArray[np.int64]] = []
+    owners: list[int] = []
+    for bucket in range(int(buckets.max(initial=-1)) + 1):
+        samples = random.permutation(np.flatnonzero(buckets == bucket))
+        starts = _cuts(lengths[samples].tolist(), token_budget, max_batch)
+        batches += np.split(samples, starts[1:]) if len(samples) else []
+        owners += [bucket] * len(starts)
+    order = random.permutation(len(batches))
+    return EpochPlan([batches[i] for i in order], np.asarray(owners, np.int64)[order])
+
+
+def _cuts(lengths: list[int], token_budget: int, max_batch: int) -> list[int]:
+    """Where each batch starts when samples are taken in order until one more would not fit."""
+    starts: list[int] = []
+    rows = longest = 0
+    for place, length in enumerate(lengths):
+        wider = max(longest, length)
+        if not starts or rows == max_batch or (rows + 1) * wider > token_budget:
+            starts.append(place)
+            rows, longest = 1, length
+        else:
+            rows, longest = rows + 1, wider
+    return starts

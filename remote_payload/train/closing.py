@@ -1,0 +1,51 @@
+"""The last lines of a run's log: what was learned, in one short table."""
+
+from __future__ import annotations
+
+from remote_payload.train.run import Run
+
+
+def closing_lines(run: Run, seconds: float) -> list[str]:
+    """Loss, tau before and after (by kind of prompt), speed, and where things are."""
+    lines = ["", *_pairs(run, seconds)]
+    evaluated = [report for report in run.reports if report.record["prompts"]]
+    if evaluated:
+        before, after = evaluated[0].record, evaluated[-1].record
+        lines += ["", "tau on held-out prompts     before    after   prompts"]
+        kinds = sorted(after["by_kind"])
+        for kind in kinds:
+            first, last = before["by_kind"][kind], after["by_kind"][kind]
+            lines.append(f"  {kind:<24} {first['tau']:>8.3f} {last['tau']:>8.3f} {last['prompts']:>9}")
+        lines.append(
+            f"  {'all (over rounds)':<24} {before['tau']:>8.3f} {after['tau']:>8.3f} {after['prompts']:>9}"
+        )
+        lines.append(f"  {'all (over prompts)':<24} {before['tau_macro']:>8.3f} {after['tau_macro']:>8.3f}")
+        same = (
+            "equal to the target's own greedy text"
+            if not after["mismatches"]
+            else (f"{after['mismatches']} texts differ from the target's own")
+        )
+        lines.append(f"  {after['tokens']} tokens decoded, {same}")
+    return lines
+
+
+def _pairs(run: Run, seconds: float) -> list[str]:
+    values = run.progress.values
+    times = [
+        f"{name} {value:.3f} s"
+        for name, value in (("eager", run.eager_step_s), ("compiled", run.compiled_step_s))
+        if value
+    ]
+    rows = [
+        ("steps", f"{run.step} of {run.steps}" + (" (stopped on request)" if run.stopped else "")),
+        ("loss, first and last", f"{_number(run.first_loss)}  {_number(run.last_loss)}"),
+        ("execution", f"{values['execution']} (a step: {', '.join(times) or 'not measured'})"),
+        ("training tokens/s", f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "-"),
+        ("time", f"{seconds:.0f} s"),
+        ("checkpoint", str(run.saved) if run.saved else "none"),
+    ]
+    return [f"{name:<26} {value}" for name, value in rows]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,231 @@
+"""The DFlash draft model: a few Qwen3-style layers that read the target's features as context.
+
+Features of the tapped target layers are projected once, H = hidden_norm(fc(features)), and shared by all
+layers; each layer takes keys and values from H for the context and from its own input for the block, with
+the same projections. Context never gets a query, an output projection or an MLP. The embedding and the head
+are the target's, frozen. Names of modules are those of the released checkpoints (`fc`, `hidden_norm`,
+`norm`, `layers.i.self_attn.q_proj`, ...), so that a state dict is an export.
+
+Method: DFlash, arXiv 2602.06036. Shapes: N context tokens, Q block tokens, D width, W = taps * D features,
+h heads, g key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from remote_payload.job import JobError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Sizes of a drafter; widths are the target's."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    norm_eps: float
+    rope_theta: float
+    vocabulary: int
+    tap_layers: tuple[int, ...]
+    target_layers: int
+    block_size: int
+    mask_token_id: int
+    max_positions: int
+
+    @classmethod
+    def for_target(
+        cls, config: Any, *, layers: int, tap_layers: tuple[int, ...], block_size: int, mask_token_id: int
+    ) -> DrafterConfig:
+        """A drafter as wide as the target whose Hugging Face text config is `config`."""
+        return cls(
+            layers=layers,
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            ffn=config.intermediate_size,
+            norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            rope_theta=rope_theta(config),
+            vocabulary=config.vocab_size,
+            tap_layers=tap_layers,
+            target_layers=config.num_hidden_layers,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            max_positions=config.max_position_embeddings,
+        )
+
+
+def choose_taps(target_layers: int, taps: int) -> tuple[int, ...]:
+    """The 0-based target layers to tap: the middle one, or `taps` from layer 1 to the third last.
+
+    round(1 + i * (L - 4) / (taps - 1)) as in the released checkpoints; 36 layers: 1, 9, 17, 25, 33.
+    Raises JobError when the target has too few layers.
+    """
+    if taps == 1:
+        return (target_layers // 2,)
+    layers = tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
+    if target_layers < 4 or len(set(layers)) < taps:
+        raise JobError(
+            f"taps = {taps}: a target of {target_layers} layers has too few; lower taps or set tap_layers"
+        )
+    return layers
+
+
+def rope_theta(config: Any) -> float:
+    """The target's RoPE base, wherever its version of transformers keeps it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in parameters:  # one entry a layer type
+        parameters = parameters["full_attention"]
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+class RotaryTable:
+    """Cosines and sines of the positions in one pass."""
+
+    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> None:
+        """For `positions` [N]; tables are [N, 1, d], to be applied to [N, heads, d]."""
+        exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+        angle = positions.to(torch.float32)[:, None] / theta**exponent
+        angle = torch.cat([angle, angle], -1)[:, None]
+        self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate `x` [N, heads, d] by halves, as Llama and Qwen do."""
+        low, high = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-high, low], -1) * self.sin
+
+
+class Attention(nn.Module):
+    """Projections and per-head norms; keys and values of context and block come from the same ones."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.c = c
+        self.q_proj = nn.Linear(c.width, c.heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.width, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps)
+
+    def keys_values(self, hidden: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, g, d] of `hidden` [N, D]."""
+        shape = (len(hidden), self.c.kv_heads, self.c.head_dim)
+        keys = rotary.rotate(self.k_norm(self.k_proj(hidden).view(shape)))
+        return keys, self.v_proj(hidden).view(shape)
+
+    def forward(self, x: Tensor, rotary: RotaryTable, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+        """Attention of the block `x` [Q, D] to context `keys`, `values` [N, g, d] and to itself, [Q, D]."""
+        queries = rotary.rotate(self.q_norm(self.q_proj(x).view(len(x), self.c.heads, self.c.head_dim)))
+        own_keys, own_values = self.keys_values(x, rotary)
+        attended = attend(queries, torch.cat([keys, own_keys]), torch.cat([values, own_values]), mask)
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+
+
+Mask = Tensor | BlockMask | None
+"""Dense [Q, N + Q], block-sparse, or None when every key is seen."""
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+    """Grouped-query attention of `queries` [Q, h, d] to `keys`, `values` [K, g, d]: [Q, h, d]."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (queries, keys, values))
+    if isinstance(mask, BlockMask):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(out, Tensor)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.width, c.ffn, bias=False)
+        self.up_proj = nn.Linear(c.width, c.ffn, bias=False)
+        self.down_proj = nn.Linear(c.ffn, c.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[Q, D] to [Q, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DrafterLayer(nn.Module):
+    """One pre-norm decoder layer; `input_layernorm` is for block tokens, never for the context."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
+
+    def forward(self, x: Tensor, rotary: RotaryTable, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+        """Block tokens `x` [Q, D] through the layer."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, keys, values, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Drafter(nn.Module):
+    """The trained part: layers, `fc`, `hidden_norm` and `norm`."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.tap_layers) * config.width, config.width, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
+        """The rotary table of `positions` [N]."""
+        return RotaryTable(positions, self.config.head_dim, self.config.rope_theta, dtype)
+
+    def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [N, g, d] of the context for every layer.
+
+        Args:
+            features: outputs of the tapped layers side by side, [N, W].
+            positions: the tokens' positions in their document, [N].
+        """
+        hidden = self.hidden_norm(self.fc(features))
+        rotary = self.rotary(positions, hidden.dtype)
+        return [layer.self_attn.keys_values(hidden, rotary) for layer in self._layers()]
+
+    def blocks(
+        self, x: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]], mask: Mask
+    ) -> Tensor:
+        """Final hidden states [Q, D] of block tokens `x` [Q, D] (embedded) at `positions` [Q]."""
+        rotary = self.rotary(positions, x.dtype)
+        for layer, (keys, values) in zip(self._layers(), context, strict=True):
+            x = layer(x, rotary, keys, values, mask)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def forward(
+        self, features: Tensor, positions: Tensor, x: Tensor, block_positions: Tensor, mask: Mask
+    ) -> Tensor:
+        """A whole packed row: features [C, W], x [Q, D], mask over [Q, C + Q]; hidden states [Q, D]."""
+        return self.blocks(x, block_positions, self.context(features, positions), mask)
+
+    def _layers(self) -> list[DrafterLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]
+
+
+def initialise(drafter: Drafter, generator: torch.Generator) -> None:
+    """Random weights: normal with deviation 0.02 for matrices, ones for norms; `generator` on the CPU."""
+    for parameter in drafter.parameters():
+        if parameter.ndim > 1:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        else:
+            parameter.data.fill_(1.0)

@@ -1,0 +1,90 @@
+"""Target features on their way to a drafter: packed, and for small sets kept on disk after the first pass.
+
+Shapes: B rows, L longest row, n real tokens of a batch, W = taps * width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from remote_payload.job import JobError
+from remote_payload.train.batch import Batch
+from remote_payload.train.dataset import Dataset
+
+
+@dataclasses.dataclass(slots=True)
+class Features:
+    """One batch with its features, on the target's device."""
+
+    batch: Batch
+    packed: Tensor
+    """Features of the batch's real tokens in the order of the row, [n, W]."""
+    ready: torch.cuda.Event | None
+    """Recorded after they were computed; a drafter on another stream waits for it."""
+
+
+def pack(features: Tensor, lengths: list[int]) -> Tensor:
+    """Drop the padding of `features` [B, L, W]: [n, W]."""
+    longest = features.shape[1]
+    index = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
+    return features.flatten(0, 1)[index.to(features.device, non_blocking=True)]
+
+
+class FeatureCache:
+    """Features of a whole dataset in one memory-mapped file of bfloat16, filled as batches come by.
+
+    What is read back is what training sees from the first pass on, so a run does not depend on whether an
+    earlier one filled the cache. A sample counts as present only after its features were written.
+    """
+
+    def __init__(self, folder: Path, dataset: Dataset, width: int) -> None:
+        """Open or create the cache in `folder`; `width` is W. Raises JobError when the disk is too small."""
+        self._offsets = np.concatenate([[0], np.cumsum(dataset.lengths)])
+        size = int(self._offsets[-1]) * width
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "features.bin"
+        missing = 2 * size - (path.stat().st_size if path.exists() else 0)
+        free = shutil.disk_usage(folder).free
+        if missing > free:
+            raise JobError(
+                f"features = 'cached' needs {missing / 2**30:.1f} GiB in {folder}, and {free / 2**30:.1f} GiB"
+                f" are free; use features = 'online'"
+            )
+        self.path = path
+        self._features = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(
+            -1, width
+        )
+        present = folder / "present.bin"
+        self._present = torch.from_file(str(present), shared=True, size=len(dataset), dtype=torch.uint8)
+
+    @staticmethod
+    def key(dataset: Path, target: str, tap_layers: tuple[int, ...], dtype: torch.dtype) -> str:
+        """Names a cache by all that its content depends on; reads the dataset once."""
+        with dataset.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        digest.update(repr((target, tap_layers, str(dtype), torch.__version__)).encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def present_share(self) -> float:
+        """Share of the samples whose features are there."""
+        return float(self._present.float().mean())
+
+    def read(self, samples: list[int]) -> Tensor | None:
+        """Packed features of `samples`, or None unless all of them are there."""
+        if not bool(self._present[samples].all()):
+            return None
+        return torch.cat([self._features[self._offsets[s] : self._offsets[s + 1]] for s in samples])
+
+    def store(self, samples: list[int], lengths: list[int], packed: Tensor) -> None:
+        """Keep `packed` [n, W] of `samples`."""
+        for sample, part in zip(samples, packed.split(lengths), strict=True):
+            self._features[self._offsets[sample] : self._offsets[sample + 1]] = part.to("cpu", torch.bfloat16)
+            self._present[sample] = 1

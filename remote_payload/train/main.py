@@ -1,0 +1,266 @@
+"""The trainer's main thread: start the other threads, keep the record of progress, end the run well.
+
+    python remote_payload train RUN_DIR ATTEMPT
+
+The main thread does no work on a device. It takes signals (SIGTERM: stop, SIGUSR2: checkpoint, SIGUSR1: dump
+stacks), and after a crash it makes sure that the process ends: threads that will not are left behind by
+`os._exit`, after their stacks were written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remote_payload import crash, job, rundir
+from remote_payload.rundir import TrainerExit
+from remote_payload.train.closing import closing_lines
+from remote_payload.train.dataset import DataError
+from remote_payload.train.metrics import Progress, rounded
+from remote_payload.train.pipeline import evaluate, read, run_target
+from remote_payload.train.prepare_run import prepare
+from remote_payload.train.run import Run
+from remote_payload.train.run_control import Aborted, RunControl, ThreadStatus
+from remote_payload.train.training import run_drafter_replica
+
+PROGRESS_PERIOD_S = 1.0
+
+
+class Trainer:
+    """One attempt of one run in this process."""
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._events = rundir.RecordWriter(run_dir / rundir.EVENTS, attempt=attempt)
+        self._control = RunControl()
+        self._failing = threading.Lock()
+        self._failure: BaseException | None = None
+        self._started = time.monotonic()
+        self._run: Run | None = None
+        self._ended = threading.Event()
+
+    def main(self) -> TrainerExit:
+        """Run the job in the run directory to its end, and say how it ended in `exit.json`."""
+        signal.signal(signal.SIGTERM, lambda *_: self._control.stop.set())
+        signal.signal(signal.SIGUSR2, lambda *_: self._control.checkpoint.set())
+        try:
+            checked = job.load(self._run_dir / rundir.JOB)
+            keep_caches(self._run_dir.parent.parent)
+            set_cpu_threads(checked)
+            progress = Progress(checked.bucket_edges)
+            writer = threading.Thread(target=self._write_progress, args=(progress,), name="progress")
+            writer.start()
+            try:
+                self._run = prepare(checked, self._run_dir, self._events, progress, self._control, log)
+                self._train(self._run)
+            finally:
+                self._ended.set()
+                writer.join()
+        except (job.JobError, DataError) as error:
+            self._failure = error
+        except Exception as error:
+            self._fail(error, ThreadStatus("main", "main", "cpu"))
+        return self._end()
+
+    def _train(self, run: Run) -> None:
+        threads = self._threads(run)
+        if self._control.stop.is_set():  # asked to end before anything began
+            run.stopped = True
+            return
+        log(f"Loading {len(run.targets)} target model{'s' if len(run.targets) > 1 else ''}...")
+        run.progress.phase = "warming_up"
+        for thread in threads:
+            thread.start()
+        drafters = [thread for thread in threads if thread.name.startswith("drafter")]
+        self._join(drafters)
+        if run.evaluation is not None:
+            run.progress.phase = "evaluating"
+            run.to_evaluate.put(None)
+        self._join(threads)
+        run.progress.phase = "ended"
+
+    def _threads(self, run: Run) -> list[threading.Thread]:
+        loading = threading.Lock()
+        work: list[tuple[str, str, str, Callable[[ThreadStatus], None]]] = [
+            ("reader", "reader", "cpu", functools.partial(read, run))
+        ]
+        for number, device in enumerate(run.job.targets):
+            target = functools.partial(run_target, run, number, loading=loading)
+            work.append((f"target-{number}", "target", device, target))
+        for number, device in enumerate(run.job.drafters):
+            work.append(
+                (f"drafter-{number}", "drafter", device, functools.partial(run_drafter_replica, run, number))
+            )
+        if run.evaluation is not None:
+            work.append(("evaluator", "evaluator", run.job.targets[0], functools.partial(evaluate, run)))
+        threads = []
+        for name, role, device, function in work:
+            status = run.progress.thread(name, role, device)
+            # Each worker gets the configuration that main set, in a context of its own: from torch 2.12 on
+            # dynamo's and inductor's configuration is per context, and a bare thread would see defaults.
+            context = contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(self._guard, function, status), name=name)
+            threads.append(thread)
+        return threads
+
+    def _guard(self, function: Callable[[ThreadStatus], None], status: ThreadStatus) -> None:
+        """Run one thread's life; whatever it raises ends the run."""
+        try:
+            function(status)
+            status.enter("ended")
+        except Aborted:
+            status.enter("ended")
+        except BaseException as error:
+            self._fail(error, status)
+
+    def _fail(self, error: BaseException, status: ThreadStatus) -> None:
+        with self._failing:
+            first = self._failure is None
+            if first:
+                self._failure = error
+        device = torch.device(status.device)
+        memory = torch.cuda.memory_summary(device, abbreviated=True) if device.type == "cuda" else None
+        if not isinstance(error, job.JobError):
+            if first:
+                crash.dump_stacks(self._run_dir, f"{status.name} failed")
+            name = crash.write_thread(
+                self._run_dir,
+                thread=status.name,
+                role=status.role,
+                device=status.device,
+                step=status.step,
+                bucket=status.bucket,
+                samples=status.samples,
+                error=error,
+                first=first,
+                memory=memory,
+                attempt=self._attempt,
+            )
+            self._events.write(
+                "crash",
+                thread=status.name,
+                role=status.role,
+                device=status.device,
+                step=status.step,
+                bucket=status.bucket,
+                error=crash.one_line(error),
+                file=name,
+                first=first,
+            )
+            log(f"{status.name} failed in {status.state!r}: {crash.one_line(error)} (see crash/{name})")
+        status.enter("failed")
+        self._control.abort()
+
+    def _join(self, threads: list[threading.Thread]) -> None:
+        """Wait for `threads`; after a crash no longer than the job's grace, then leave at once."""
+        deadline: float | None = None
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.1)
+                if thread.is_alive():
+                    break
+            if self._control.aborted and deadline is None:
+                assert self._run is not None
+                deadline = time.monotonic() + self._run.job.crash_grace
+            if deadline is not None and time.monotonic() > deadline:
+                stuck = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
+                log(f"These threads did not end after the crash and are left behind: {stuck}")
+                crash.dump_stacks(self._run_dir, "threads did not end")
+                code = self._end()
+                sys.stdout.flush()
+                os._exit(code)
+
+    def _write_progress(self, progress: Progress) -> None:
+        path = self._run_dir / rundir.PROGRESS
+        while True:
+            last = self._ended.wait(PROGRESS_PERIOD_S)
+            fields = {"attempt": self._attempt, **progress.snapshot()}
+            with contextlib.suppress(OSError):  # a full disk must not end the thread that shows it is alive
+                rundir.write_whole(path, rundir.encode(rundir.stamp("progress", fields)))
+            if last:
+                return
+
+    def _end(self) -> TrainerExit:
+        run, failure = self._run, self._failure
+        if isinstance(failure, job.JobError | DataError):
+            outcome, code = "refused", TrainerExit.REFUSED
+            log(f"error: {failure}")
+        elif failure is not None:
+            outcome, code = "crashed", TrainerExit.CRASHED
+        elif run is not None and run.stopped:
+            outcome, code = "stopped", TrainerExit.STOPPED
+        else:
+            outcome, code = "finished", TrainerExit.FINISHED
+        seconds = time.monotonic() - self._started
+        if run is not None and code in (TrainerExit.FINISHED, TrainerExit.STOPPED):
+            for line in closing_lines(run, seconds):
+                log(line)
+        self._events.write("end", outcome=outcome, step=run.step if run else 0, exit_code=int(code))
+        record = {"attempt": self._attempt, "outcome": outcome, "exit_code": int(code)}
+        record |= {
+            "error": None if failure is None else crash.one_line(failure),
+            "seconds": round(seconds, 2),
+        }
+        if isinstance(failure, job.JobError | DataError):
+            record["error"] = str(failure)
+        if run is not None:
+            record |= summary(run)
+        rundir.write_whole(self._run_dir / rundir.EXIT, rundir.encode(rundir.stamp("exit", record)))
+        return code
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What exit.json says of the training itself."""
+    reports = run.reports
+    values = run.progress.values
+    return {
+        "step": run.step,
+        "steps": run.steps,
+        "loss_first": run.first_loss,
+        "loss_last": run.last_loss,
+        "tau_before": rounded(reports[0].tau, 4) if reports and reports[0].record["step"] == 0 else None,
+        "tau_after": rounded(reports[-1].tau, 4) if reports and reports[-1].record["step"] else None,
+        "execution": values["execution"],
+        "tokens": run.progress.tokens,
+        "tokens_per_s": rounded(run.tokens_per_s, 1),
+        "eager_step_s": run.eager_step_s,
+        "compiled_step_s": run.compiled_step_s,
+        "checkpoint": str(run.saved.relative_to(run.run_dir)) if run.saved else None,
+    }
+
+
+def keep_caches(workspace: Path) -> None:
+    """Keep what inductor and Triton compile in the workspace: 24 s cold, 3 to 4 s from a warm cache."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(workspace / "cache" / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(workspace / "cache" / "triton"))
+
+
+def set_cpu_threads(checked: job.Job) -> None:
+    """Share the cores between replicas on the CPU; set before any worker starts, and never again."""
+    on_cpu = sum(device == "cpu" for device in checked.drafters) or len(checked.drafters)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(checked.cpu_threads or max(1, cores // on_cpu))
+
+
+def log(text: str) -> None:
+    """One line of train.log, with the time."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+def main(run_dir: Path, attempt: int) -> int:
+    """Train the job in `run_dir`; the exit code is one of `rundir.TrainerExit`."""
+    crash.install(run_dir)
+    return Trainer(run_dir, attempt).main()

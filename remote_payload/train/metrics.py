@@ -1,0 +1,292 @@
+"""What a run knows of itself: statistics that travel with the gradient, and the record of progress.
+
+Everything that only the device knows (losses, hits) is added up there in one small vector and read at most
+once a second, so that no step waits for the device. Everything the host knows (tokens, batches, waiting) is
+counted as it happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remote_payload.train.batch import Batch
+from remote_payload.train.objective import BlockScores, accepted
+from remote_payload.train.run_control import OrderedQueue, ThreadStatus
+
+EMA_STEPS = 50
+"""Steps after which a loss counts 1/e in the moving average."""
+
+WARM_STEPS = 3
+"""Steps left out of the step time that the ETA is made of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statistics:
+    """Layout of the vector of statistics that replicas sum with their gradients."""
+
+    block_size: int
+    buckets: int
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """An empty vector."""
+        places = self.block_size - 1
+        return torch.zeros(2 + 2 * places + 2 * self.buckets, dtype=torch.float64, device=device)
+
+    def add(self, vector: Tensor, scores: BlockScores, weights: Tensor, bucket: int) -> None:
+        """Add one row: its `scores` and label `weights` [A, B-1]; a drawn anchor's first label counts."""
+        places = self.block_size - 1
+        counted = weights > 0
+        loss = scores.loss.detach()
+        vector[0] += counted[:, 0].sum()
+        vector[1] += accepted(scores.hits, weights).sum()
+        vector[2 : 2 + places] += (scores.hits & counted).sum(0)
+        vector[2 + places : 2 + 2 * places] += counted.sum(0)
+        vector[2 + 2 * places + bucket] += loss
+        vector[2 + 2 * places + self.buckets + bucket] += weights.sum()
+
+    def read(self, vector: Tensor) -> Reading:
+        """The vector in words; waits for the device."""
+        places = self.block_size - 1
+        values = vector.tolist()
+        hits, counts = values[2 : 2 + places], values[2 + places : 2 + 2 * places]
+        losses, weights = values[2 + 2 * places :][: self.buckets], values[2 + 2 * places :][self.buckets :]
+        return Reading(
+            loss=_over(sum(losses), sum(weights)),
+            tau_estimate=1 + (_over(values[1], values[0]) or 0.0) if values[0] else None,
+            accuracy=[_over(hit, count) for hit, count in zip(hits, counts, strict=True)],
+            bucket_loss=[_over(loss, weight) for loss, weight in zip(losses, weights, strict=True)],
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """Means over the steps since the last reading; None where there was nothing to measure."""
+
+    loss: float | None
+    tau_estimate: float | None
+    accuracy: list[float | None]
+    bucket_loss: list[float | None]
+
+
+@dataclasses.dataclass(slots=True)
+class BucketProgress:
+    """One length bucket so far."""
+
+    low: int
+    high: int
+    planned: int = 0
+    planned_share: float = 0.0
+    batches: int = 0
+    tokens: int = 0
+    padding: float = 0.0
+    seconds: float = 0.0
+    loss: float | None = None
+    peak_gib: float | None = None
+
+    def record(self, number: int) -> dict[str, Any]:
+        """The bucket's entry in progress.json."""
+        return {
+            "bucket": number,
+            "low": self.low,
+            "high": self.high,
+            "planned": self.planned,
+            "planned_share": rounded(self.planned_share, 4),
+            "batches": self.batches,
+            "tokens": self.tokens,
+            "padding_share": rounded(self.padding / self.batches, 4) if self.batches else None,
+            "tokens_per_s": rounded(_over(self.tokens, self.seconds), 1),
+            "loss": rounded(self.loss, 4),
+            "peak_gib": rounded(self.peak_gib, 3),
+        }
+
+
+class Progress:
+    """The whole of progress.json; threads write to it, one thread reads it once a second."""
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.lock = threading.Lock()
+        self.phase = "loading"
+        self.buckets = [BucketProgress(low, high) for low, high in itertools.pairwise(edges)]
+        self.threads: list[ThreadStatus] = []
+        self.queues: dict[str, list[OrderedQueue[Any]]] = {}
+        self.values: dict[str, Any] = {
+            "step": 0,
+            "steps": None,
+            "epoch": 0.0,
+            "eta_s": None,
+            "loss": None,
+            "loss_ema": None,
+            "tau_estimate": None,
+            "tau": None,
+            "tau_step": None,
+            "gradient_norm": None,
+            "learning_rate": None,
+            "step_s": None,
+            "tokens_per_s": None,
+            "mfu_share": None,
+            "execution": None,
+            "recompiles": 0,
+            "nonfinite_steps": 0,
+            "checkpoint": None,
+            "skipped": {},
+        }
+        self.tokens = 0
+        self.drawn = 0
+        self.candidates = 0
+        self._ema_sum = self._ema_weight = 0.0
+
+    def thread(self, name: str, role: str, device: str) -> ThreadStatus:
+        """Register a thread."""
+        status = ThreadStatus(name, role, device)
+        with self.lock:
+            self.threads.append(status)
+        return status
+
+    def set_plan(self, batches: Sequence[int]) -> None:
+        """The batches of each bucket in the epoch that begins."""
+        with self.lock:
+            for bucket, planned in zip(self.buckets, batches, strict=True):
+                bucket.planned = planned
+                bucket.planned_share = planned / max(1, sum(batches))
+
+    def row_done(self, batch: Batch, seconds: float) -> None:
+        """Count one trained row; `seconds` is its share of the step's time."""
+        with self.lock:
+            self.tokens += batch.tokens
+            self.drawn += batch.drawn
+            self.candidates += batch.supervised
+            bucket = self.buckets[batch.bucket]
+            bucket.batches += 1
+            bucket.tokens += batch.tokens
+            bucket.padding += batch.padding_share
+            bucket.seconds += seconds
+
+    def target_peak(self, bucket: int, peak_gib: float) -> None:
+        """Note the most memory a target's device held during a batch of `bucket`."""
+        with self.lock:
+            held = self.buckets[bucket]
+            held.peak_gib = max(held.peak_gib or 0.0, peak_gib)
+
+    def read(self, reading: Reading, steps: int) -> None:
+        """Take in a reading over the last `steps` steps."""
+        with self.lock:
+            for bucket, loss in zip(self.buckets, reading.bucket_loss, strict=True):
+                bucket.loss = bucket.loss if loss is None else loss
+            self.values["loss"] = rounded(reading.loss, 5)
+            self.values["tau_estimate"] = rounded(reading.tau_estimate, 4)
+            if reading.loss is not None and reading.loss == reading.loss:
+                keep = (1 - 1 / EMA_STEPS) ** steps
+                self._ema_sum = keep * self._ema_sum + (1 - keep) * reading.loss
+                self._ema_weight = keep * self._ema_weight + (1 - keep)
+                self.values["loss_ema"] = rounded(self._ema_sum / self._ema_weight, 5)
+
+    def update(self, **values: Any) -> None:
+        """Set top-level values of progress.json."""
+        with self.lock:
+            assert not values.keys() - self.values.keys()
+            self.values.update(values)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The fields of progress.json."""
+        with self.lock:
+            sides = {
+                role: [t.waiting_share() for t in self.threads if t.role == role]
+                for role in ("target", "drafter")
+            }
+            return {
+                "phase": self.phase,
+                **self.values,
+                "tokens": self.tokens,
+                "anchors": self.drawn,
+                "anchor_coverage_share": rounded(_over(self.drawn, self.candidates), 4),
+                "wait": {
+                    f"{role}s_share": rounded(_over(sum(shares), len(shares)), 3)
+                    for role, shares in sides.items()
+                },
+                "queues": {
+                    name: {"depth": sum(map(len, queues)), "capacity": sum(q.capacity for q in queues)}
+                    for name, queues in self.queues.items()
+                },
+                "buckets": [bucket.record(number) for number, bucket in enumerate(self.buckets)],
+                "threads": [thread.record() for thread in self.threads],
+                "devices": [device_record(d, self.threads) for d in _devices(self.threads)],
+            }
+
+
+class StepClock:
+    """Times steps and tokens from one report to the next, and the whole run for the ETA."""
+
+    def __init__(self) -> None:
+        self._reported = time.monotonic()
+        self._step = self._tokens = 0
+        self._warm: tuple[float, int] | None = None
+
+    def due(self) -> bool:
+        """Whether a second has passed since the last report."""
+        return time.monotonic() - self._reported >= 1.0
+
+    def report(self, step: int, steps: int, tokens: int) -> dict[str, Any]:
+        """Rates since the last report after `step` steps and `tokens` tokens, and the ETA."""
+        now = time.monotonic()
+        passed, done = now - self._reported, step - self._step
+        rates = {
+            "step_s": rounded(passed / max(done, 1), 4),
+            "tokens_per_s": rounded((tokens - self._tokens) / passed, 1),
+            "eta_s": None,
+        }
+        if self._warm and step > self._warm[1]:
+            each = (now - self._warm[0]) / (step - self._warm[1])
+            rates["eta_s"] = rounded(each * (steps - step), 1)
+        if not self._warm and step >= WARM_STEPS:
+            self._warm = (now, step)
+        self._reported, self._step, self._tokens = now, step, tokens
+        return rates
+
+
+def device_record(device: str, threads: Sequence[ThreadStatus]) -> dict[str, Any]:
+    """A device's entry in progress.json; memory is null on a CPU."""
+    record: dict[str, Any] = {
+        "device": device,
+        "uuid": None,
+        "roles": [thread.name for thread in threads if thread.device == device],
+        "allocated_gib": None,
+        "reserved_gib": None,
+        "peak_gib": None,
+        "total_gib": None,
+    }
+    if device.startswith("cuda") and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(device)
+        record |= {
+            "uuid": f"GPU-{properties.uuid}",
+            "allocated_gib": gib(torch.cuda.memory_allocated(device)),
+            "reserved_gib": gib(torch.cuda.memory_reserved(device)),
+            "peak_gib": gib(torch.cuda.max_memory_allocated(device)),
+            "total_gib": gib(properties.total_memory),
+        }
+    return record
+
+
+def gib(size: int) -> float:
+    """Bytes in GiB, to three places."""
+    return round(size / 2**30, 3)
+
+
+def rounded(value: float | None, places: int) -> float | None:
+    """`value` to `places` places, or None."""
+    return None if value is None else round(value, places)
+
+
+def _over(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _devices(threads: Sequence[ThreadStatus]) -> list[str]:
+    return sorted({thread.device for thread in threads if thread.role != "reader"})

@@ -1,0 +1,179 @@
+"""The threads of a run and what flows between them.
+
+    reader -> [batches] -> target 0..N-1 -> [features] -> drafter replica 0..M-1
+                                 evaluator (beside target 0)
+
+Each function here is the life of one thread. Queues are bounded and ordered, so that a run is a function of
+its seed; replica r takes the batches whose number is r modulo M, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remote_payload.train.batch import Batch
+from remote_payload.train.evaluation import drafter_with
+from remote_payload.train.features import Features, pack
+from remote_payload.train.metrics import gib
+from remote_payload.train.replica import compute_dtype
+from remote_payload.train.run import Run
+from remote_payload.train.run_control import ThreadStatus
+from remote_payload.train.target import Target
+
+
+def read(run: Run, status: ThreadStatus) -> None:
+    """The reader: batches of one epoch after the other, as many as the run has steps for."""
+    status.enter("reading")
+    left = run.steps * run.rows_per_step
+    for batch in itertools.islice(_all_batches(run), left):
+        status.enter("waiting for the targets", bucket=batch.bucket)
+        run.batches.put(batch.sequence, batch)
+        status.enter("reading")
+        run.progress.update(skipped=dict(run.maker.skipped.count))
+        if run.stopped:
+            break
+    run.batches.close()
+
+
+def _all_batches(run: Run) -> Iterator[Batch]:
+    first = 0
+    for epoch in itertools.count():
+        plan = run.plan(epoch)
+        run.progress.set_plan(plan.counts(len(run.progress.buckets)))
+        yield from run.maker.epoch(plan, epoch, first)
+        first += len(plan.batches)
+
+
+def run_target(
+    run: Run, number: int, status: ThreadStatus, loading: contextlib.AbstractContextManager[Any]
+) -> None:
+    """A target: load, then turn batches into features until there are no more.
+
+    `loading` lets one target load at a time, so that host memory holds one copy and not N.
+    """
+    device = torch.device(status.device)
+    with on_device(device):
+        status.enter("waiting for its turn to load")
+        with loading:
+            run.control.check()
+            status.enter("loading")
+            target = load_target(run, number, device)
+        run.targets[number].give(target)
+        status.enter("waiting for batches")
+        while (batch := run.batches.get()) is not None and not run.stopped:
+            status.enter(
+                "forward",
+                step=batch.sequence // run.rows_per_step,
+                bucket=batch.bucket,
+                samples=batch.samples,
+            )
+            features = compute_features(run, target, batch)
+            status.enter("waiting for the drafters")
+            replica, place = batch.sequence % run.replicas, batch.sequence // run.replicas
+            run.features[replica].put(place, features)
+            status.enter("waiting for batches")
+
+
+def load_target(run: Run, number: int, device: torch.device) -> Target:
+    """Load one target and say so."""
+    start = time.perf_counter()
+    dtype = compute_dtype(run.job.target_dtype, device)
+    run.log(f"Target {number} on {device}...")
+    target = Target.load(run.model, run.config.tap_layers, device=device, dtype=dtype)
+    run.events.write(
+        "target",
+        target=number,
+        device=str(device),
+        model=str(run.model),
+        layers=run.config.target_layers,
+        width=run.config.width,
+        vocabulary=run.config.vocabulary,
+        taps=list(run.config.tap_layers),
+        dtype=str(dtype).removeprefix("torch."),
+        load_s=round(time.perf_counter() - start, 2),
+    )
+    return target
+
+
+def compute_features(run: Run, target: Target, batch: Batch) -> Features:
+    """The features of a batch, from the cache where it has them."""
+    device = target.device
+    cuda = device.type == "cuda"
+    if run.cache is not None and (kept := run.cache.read(batch.samples)) is not None:
+        return Features(batch, kept, None)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    packed = pack(target.features(batch.ids.to(device, non_blocking=True)), batch.lengths)
+    if run.cache is not None:
+        run.cache.store(batch.samples, batch.lengths, packed)
+        kept = run.cache.read(batch.samples)
+        assert kept is not None
+        return Features(batch, kept, None)
+    if not cuda:
+        return Features(batch, packed, None)
+    ready = torch.cuda.Event()
+    ready.record()
+    run.progress.target_peak(batch.bucket, gib(torch.cuda.max_memory_allocated(device)))
+    return Features(batch, packed, ready)
+
+
+def evaluate(run: Run, status: ThreadStatus) -> None:
+    """The evaluator: decode the held-out prompts with every snapshot it is given, until None comes."""
+    assert run.evaluation is not None
+    device = torch.device(status.device)
+    with on_device(device):
+        status.enter("waiting for the target to load")
+        target = run.targets[0].wait()
+        dtype = next(target.model.parameters()).dtype
+        status.enter("waiting for a drafter")
+        while (given := _next_snapshot(run)) is not None:
+            step, weights = given
+            drafter = drafter_with(run.config, weights, device, dtype)
+            run.log(f"Evaluating step {step} on held-out prompts...")
+
+            def shown(done: int, of: int, step: int = step) -> None:
+                status.enter(f"evaluating {done}/{of}", step=step)
+                run.control.check()
+
+            status.enter("evaluating", step=step)
+            result = run.evaluation.run(target, drafter, step, shown)
+            run.reports.append(result)
+            run.events.write("eval", **result.record)
+            run.progress.update(tau=round(result.tau, 4), tau_step=step)
+            record = result.record
+            run.log(
+                f"Evaluation of step {step}: tau {result.tau:.3f} on {record['prompts']} held-out prompts,"
+                f" {record['tokens_per_s']:.1f} tokens/s (plain decoding {record['plain_tokens_per_s']:.1f})"
+            )
+            status.enter("waiting for a drafter")
+
+
+def _next_snapshot(run: Run) -> tuple[int, dict[str, Tensor]] | None:
+    while True:
+        run.control.check()
+        with contextlib.suppress(queue.Empty):
+            return run.to_evaluate.get(timeout=0.5)
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """What every worker does first: its device, a stream of its own, backward in its own thread.
+
+    With multithreaded autograd off, backward runs in the thread that called it, so that configuration,
+    thread-local state and a later capture all belong to one thread.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            yield

@@ -1,0 +1,188 @@
+"""From a job to a run that is ready to start: dataset, buckets, target config, queues.
+
+Everything that can be refused is refused here, before a model is loaded, with one sentence each.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+from pathlib import Path
+
+import torch
+
+import remote_payload
+from remote_payload.job import PAYLOAD_PREFIX, Job, JobError
+from remote_payload.rundir import RecordWriter
+from remote_payload.train.batch import BatchMaker, RowShape
+from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
+from remote_payload.train.dataset import DataError, Dataset, Skipped
+from remote_payload.train.drafter import DrafterConfig, choose_taps
+from remote_payload.train.evaluation import Evaluation, held_out_prompts
+from remote_payload.train.features import FeatureCache
+from remote_payload.train.metrics import Progress, Statistics
+from remote_payload.train.model_source import resolve_model
+from remote_payload.train.objective import default_gamma
+from remote_payload.train.replica import compute_dtype
+from remote_payload.train.run import Log, Run
+from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
+from remote_payload.train.sync import Reduction
+from remote_payload.train.target import check_mask_token, read_config, special_ids
+
+
+def prepare(
+    job: Job, run_dir: Path, events: RecordWriter, progress: Progress, control: RunControl, log: Log
+) -> Run:
+    """Read what the job names and set the run up. Raises JobError or DataError for what cannot be used."""
+    workspace = run_dir.parent.parent
+    job.targets, job.drafters = resolve_devices(job.targets), resolve_devices(job.drafters)
+    dataset = Dataset.open(locate(job.dataset, workspace))
+    log(f"{len(dataset)} samples loaded (Arrow-backed, lazy access)")
+    skipped = Skipped()
+    longest = min(job.bucket_edges[-1] - 1, job.token_budget)
+    usable = dataset.usable(longest, skipped)
+    buckets = bucket_of(dataset.lengths, job.bucket_edges)
+    buckets[~usable] = -1
+    if not (buckets >= 0).any():
+        why = "; ".join(f"{count} {reason}" for reason, count in skipped.count.items())
+        raise DataError(
+            f"{dataset.path}: none of its {len(dataset)} samples can be used: {why or 'all are too short'}"
+        )
+    plan = functools.lru_cache(maxsize=2)(
+        lambda epoch: plan_epoch(
+            dataset.lengths,
+            buckets,
+            token_budget=job.token_budget,
+            max_batch=job.max_batch,
+            seed=job.seed,
+            epoch=epoch,
+        )
+    )
+    report_dataset(job, dataset, skipped, int((buckets >= 0).sum()), plan(0), events, log)
+
+    model = resolve_model(job.target, workspace / "cache", log)
+    text = read_config(model)
+    check_mask_token(job.mask_token_id, text, special_ids(model, text))
+    taps = tuple(job.tap_layers) or choose_taps(text.num_hidden_layers, job.taps)
+    if max(taps) >= text.num_hidden_layers or min(taps) < 0:
+        raise JobError(f"tap_layers = {list(taps)}: the target has layers 0 to {text.num_hidden_layers - 1}")
+    config = DrafterConfig.for_target(
+        text, layers=job.layers, tap_layers=taps, block_size=job.block_size, mask_token_id=job.mask_token_id
+    )
+    rows_per_step = job.rows_per_step or len(job.drafters)
+    batches = len(plan(0).batches)
+    shape = RowShape(
+        token_budget=job.token_budget,
+        anchors=job.anchors,
+        block_size=job.block_size,
+        mask_token_id=job.mask_token_id,
+        gamma=job.gamma or default_gamma(job.block_size),
+    )
+    steps = job.steps or max(1, round(job.epochs * batches / rows_per_step))
+    events.write(
+        "start", steps=steps, rows_per_step=rows_per_step, steps_per_epoch=round(batches / rows_per_step, 2)
+    )
+    progress.update(steps=steps, skipped=dict(skipped.count))
+    maker = BatchMaker(dataset, shape, seed=job.seed, vocabulary=text.vocab_size, pad_id=0)
+    maker.skipped = skipped
+    run = Run(
+        job=job,
+        run_dir=run_dir,
+        model=model,
+        config=config,
+        shape=shape,
+        statistics=Statistics(job.block_size, len(job.bucket_edges) - 1),
+        steps=steps,
+        rows_per_step=rows_per_step,
+        plan=plan,
+        batches_per_epoch=batches,
+        maker=maker,
+        cache=open_cache(job, dataset, str(model), config, workspace, log),
+        evaluation=open_evaluation(job, workspace, special_ids(model, text)["eos_token_id"], log),
+        events=events,
+        progress=progress,
+        control=control,
+        log=log,
+        batches=OrderedQueue(job.queue_depth, control),
+        features=[OrderedQueue(job.queue_depth, control) for _ in job.drafters],
+        targets=[Handover(control) for _ in job.targets],
+        ready=[Handover(control) for _ in job.drafters],
+        reduction=Reduction(len(job.drafters), control),
+        to_evaluate=queue.SimpleQueue(),
+    )
+    progress.queues = {"batches": [run.batches], "features": list(run.features)}
+    return run
+
+
+def locate(path: str, workspace: Path) -> Path:
+    """A path of the job: inside the shipped payload, absolute, or relative to the workspace."""
+    if path.startswith(PAYLOAD_PREFIX):
+        return Path(remote_payload.__file__).parent / path.removeprefix(PAYLOAD_PREFIX)
+    return workspace / Path(path).expanduser()
+
+
+def resolve_devices(names: list[str]) -> list[str]:
+    """Device names with `auto` decided; raises JobError for a GPU that is not there."""
+    found = torch.cuda.device_count()
+    devices = [("cuda:0" if found else "cpu") if name == "auto" else name for name in names]
+    for name in devices:
+        if name.startswith("cuda") and int(name[5:]) >= found:
+            there = f"GPUs cuda:0 to cuda:{found - 1}" if found else "no GPU"
+            raise JobError(f"device {name!r} is not there: torch {torch.__version__} sees {there}")
+    return devices
+
+
+def report_dataset(
+    job: Job, dataset: Dataset, skipped: Skipped, usable: int, plan: EpochPlan, events: RecordWriter, log: Log
+) -> None:
+    """Dataset and buckets, in the log as its readers know them, and as events."""
+    for reason, count in skipped.count.items():
+        log(f"Left out {count} samples: {reason} (the first: {skipped.first[reason]})")
+    sizes = [len(batch) for batch in plan.batches]
+    least, most, mean = min(sizes), max(sizes), sum(sizes) / len(sizes)
+    log(f"Batches per epoch: {len(sizes)} (min={least} max={most} avg={mean:.1f})")
+    events.write(
+        "dataset",
+        path=str(dataset.path),
+        samples=len(dataset),
+        usable=usable,
+        tokens=dataset.tokens,
+        skipped={reason: {"count": n, "first": skipped.first[reason]} for reason, n in skipped.count.items()},
+        batches=len(sizes),
+        batch_min=least,
+        batch_max=most,
+        batch_mean=round(mean, 2),
+    )
+    edges = job.bucket_edges
+    for number, count in enumerate(plan.counts(len(edges) - 1)):
+        low, high, share = edges[number], edges[number + 1], count / len(sizes)
+        log(f"Bucket {number} [{low:4d}, {high:4d}): {count:6d} batches ({100 * share:5.1f}%)")
+        events.write("bucket", bucket=number, low=low, high=high, batches=count, share=round(share, 5))
+
+
+def open_cache(
+    job: Job, dataset: Dataset, model: str, config: DrafterConfig, workspace: Path, log: Log
+) -> FeatureCache | None:
+    """The feature cache, when the job wants one."""
+    if job.features != "cached":
+        return None
+    dtype = compute_dtype(job.target_dtype, torch.device(job.targets[0]))
+    key = FeatureCache.key(dataset.path, model, config.tap_layers, dtype)
+    cache = FeatureCache(
+        workspace / "cache" / "features" / key, dataset, len(config.tap_layers) * config.width
+    )
+    log(f"Features are kept in {cache.path} ({100 * cache.present_share:.0f}% there already)")
+    return cache
+
+
+def open_evaluation(job: Job, workspace: Path, ends: set[int], log: Log) -> Evaluation | None:
+    """The evaluation on held-out prompts, when the job names some."""
+    if not job.held_out:
+        log("No held_out in the job: tau will be training's estimate only")
+        return None
+    dataset = Dataset.open(locate(job.held_out, workspace))
+    prompts = held_out_prompts(dataset, job.eval_prompts)
+    if not prompts:
+        raise DataError(f"{dataset.path}: no sample has a prompt before its answer; nothing to evaluate on")
+    log(f"{len(prompts)} held-out prompts of {len({prompt.kind for prompt in prompts})} kinds")
+    return Evaluation(prompts, ends, job.eval_max_new_tokens)

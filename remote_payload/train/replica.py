@@ -1,0 +1,233 @@
+"""One drafter replica: its model, its static buffers, its step; one thread, one device.
+
+A step runs the replica's rows (forward, backward, added into the flat gradient), reduces with the other
+replicas, and takes the same AdamW step as they do. Everything a compiled function reads lies in buffers
+that are filled in place, since CUDA graphs will need addresses that stay.
+
+Shapes: C context tokens, A anchor slots, B block size, Q = A*B, D width, W features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remote_payload import crash
+from remote_payload.job import Job
+from remote_payload.train import execution
+from remote_payload.train.batch import Row, RowShape, empty_row
+from remote_payload.train.drafter import Drafter, DrafterConfig, Mask, initialise
+from remote_payload.train.features import Features
+from remote_payload.train.init_from_target import copy_layers
+from remote_payload.train.mask import block_mask, dense_mask, mask_mod, tiles_fit
+from remote_payload.train.metrics import Statistics
+from remote_payload.train.objective import BlockScores, block_loss, chunk_loss, weighted_first
+from remote_payload.train.target import Target
+from remote_payload.train.weights import FlatWeights, Optimizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What warm-up decided, and what it measured."""
+
+    execution: str
+    reason: str
+    seconds: float
+    eager_step_s: float | None
+    compiled_step_s: float | None
+
+
+def run_drafter(
+    drafter: Drafter, features: Tensor, positions: Tensor, x: Tensor, block_positions: Tensor, mask: Mask
+) -> Tensor:
+    """The function that is compiled, one clone of it for each replica."""
+    return drafter(features, positions, x, block_positions, mask)  # type: ignore[no-any-return]
+
+
+class Replica:
+    """A drafter on one device, trained in lockstep with its like."""
+
+    def __init__(
+        self,
+        number: int,
+        device: torch.device,
+        job: Job,
+        config: DrafterConfig,
+        shape: RowShape,
+        statistics: Statistics,
+        target: Target,
+    ) -> None:
+        """Build the model on `device` with the weights that every replica starts with.
+
+        `target` lends its embedding and head; a replica on another device takes a copy of them.
+        """
+        self.number = number
+        self.device = device
+        self.shape = shape
+        self._layout = statistics
+        self.dtype = compute_dtype(job.compute_dtype, device)
+        self.drafter = Drafter(config)
+        initialise(self.drafter, torch.Generator().manual_seed(job.seed))
+        if job.init_from_target:
+            copy_layers(self.drafter, target, job.init_from_target)
+        self.drafter.to(device)
+        self.weights = FlatWeights(self.drafter, self.dtype, len(job.drafters))
+        self.optimizer = Optimizer(self.weights, job)
+        self._embedding, self._head = _frozen(target, device, self.dtype)
+        self.features = torch.zeros(
+            shape.token_budget, len(config.tap_layers) * config.width, dtype=self.dtype, device=device
+        )
+        self.row: Row = Row(**{k: t.to(device) for k, t in empty_row(shape).tensors().items()})
+        self.statistics = statistics.zeros(device)
+        self._sees = mask_mod(self.row.starts, self.row.anchors, shape.token_budget, shape.block_size)
+        self._run: Any = run_drafter
+        self._loss: Any = chunk_loss
+        self._tiled = False
+        self._held: collections.deque[tuple[Features, torch.cuda.Event]] = collections.deque()
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers."""
+        return self.weights.masters.numel()
+
+    def warm_up(self, wanted: str) -> WarmUp:
+        """Try the rungs of the ladder on a synthetic row and keep the one that works and is fast.
+
+        Called in turn, under `execution.WARM_UP_LOCK`. Leaves the weights as they were.
+        """
+        start = time.perf_counter()
+        choice, reason = execution.decide(wanted, self.device)
+        cuda = self.device.type == "cuda"
+        eager_s = None if cuda and choice == execution.COMPILED else self._time_step()
+        compiled_s = None
+        if choice == execution.COMPILED:
+            try:
+                self._use(execution.COMPILED)
+                compiled_s = self._time_step()
+            except Exception as error:  # whatever inductor or its compiler raises, eager still trains
+                choice, reason = execution.EAGER, f"compiling failed: {crash.one_line(error)}"
+            if compiled_s and eager_s and wanted == "auto" and compiled_s > eager_s:
+                choice = execution.EAGER
+                reason = f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled"
+        self._use(choice)
+        self._clear()
+        return WarmUp(choice, reason, time.perf_counter() - start, eager_s, compiled_s)
+
+    def load(self, features: Features | None, row: Row) -> None:
+        """Fill the static buffers with one row; None leaves the features, which nothing then looks at."""
+        if features is not None:
+            if features.ready is not None:
+                features.ready.wait()
+            self.features[: len(features.packed)].copy_(features.packed, non_blocking=True)
+            if self.device.type == "cuda":
+                self._hold(features)
+        for name, tensor in row.tensors().items():
+            getattr(self.row, name).copy_(tensor, non_blocking=True)
+
+    def run_row(self, row: Row, bucket: int, first: bool) -> None:
+        """Forward and backward of the loaded `row`, added to this step's gradient and statistics."""
+        scores = self._forward(row)
+        scores.loss.backward()
+        self.weights.collect(first)
+        with torch.no_grad():
+            self._layout.add(self.statistics, scores, self.row.weights, bucket)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the drafter's weights by name, in the compute type."""
+        return {
+            name: value.detach().clone() for name, value in self.weights.named(self.weights.values).items()
+        }
+
+    def synchronise(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _forward(self, row: Row) -> BlockScores:
+        mine, shape = self.row, self.shape
+        x = self._embedding(mine.block_tokens.flatten()).to(self.dtype)
+        hidden = self._run(
+            self.drafter, self.features, mine.positions, x, mine.block_positions.flatten(), self._mask()
+        )
+        order, used = weighted_first(row.weights)
+        return block_loss(
+            hidden.view(shape.anchors, shape.block_size, -1),
+            self._head,
+            mine.labels,
+            mine.weights,
+            order.to(self.device, non_blocking=True),
+            used,
+            self._loss,
+        )
+
+    def _mask(self) -> Mask:
+        row, shape = self.row, self.shape
+        if self._tiled:
+            return block_mask(row.starts, row.anchors, shape.token_budget, shape.block_size, self._sees)
+        return dense_mask(row.starts, row.anchors, shape.token_budget, shape.block_size)
+
+    def _use(self, choice: str) -> None:
+        """Build the callables of a rung. FlexAttention is for compiled runs on a GPU: eager it is unsafe."""
+        shape = self.shape
+        fits = tiles_fit(shape.token_budget, shape.anchors, shape.block_size)
+        self._tiled = choice == execution.COMPILED and self.device.type == "cuda" and fits
+        self._run = execution.build(run_drafter, choice, f"replica{self.number}")
+        self._loss = execution.build(chunk_loss, choice, f"replica{self.number}")
+
+    def _time_step(self) -> float:
+        """Seconds of a forward and backward pass on a full synthetic row, the better of two."""
+        row = _full_row(self.shape)
+        self.load(None, row)
+        best = float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            self._forward(row).loss.backward()
+            self.synchronise()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def _clear(self) -> None:
+        self.load(None, empty_row(self.shape))
+        self.weights.gradient.zero_()
+        self.statistics.zero_()
+
+    def _hold(self, features: Features) -> None:
+        """Keep features until the copy from them is done; their memory belongs to another stream."""
+        event = torch.cuda.Event()
+        event.record()
+        self._held.append((features, event))
+        while self._held and self._held[0][1].query():
+            self._held.popleft()
+
+
+def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """A job's `compute_dtype` or `target_dtype` on `device`."""
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+
+
+def _frozen(target: Target, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """The target's embedding and head on `device`: its own where it is there already, else copies."""
+    embedding, head = target.embedding, target.head
+    if target.device != device:
+        embedding, head = copy.deepcopy(embedding).to(device), head.to(device)
+    return embedding, head.to(dtype)
+
+
+def _full_row(shape: RowShape) -> Row:
+    """A row in which every slot draws and every label counts: the most work a row can be."""
+    row = empty_row(shape)
+    row.positions.copy_(torch.arange(shape.token_budget))
+    places = torch.arange(shape.anchors) * shape.token_budget // shape.anchors
+    row.starts.zero_()
+    row.anchors.copy_(places)
+    row.block_positions += places[:, None]
+    row.weights.fill_(1.0)
+    return row

@@ -1,0 +1,75 @@
+"""What the threads of one run share."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from remote_payload.job import Job
+from remote_payload.rundir import RecordWriter
+from remote_payload.train.batch import Batch, BatchMaker, RowShape
+from remote_payload.train.buckets import EpochPlan
+from remote_payload.train.drafter import DrafterConfig
+from remote_payload.train.evaluation import Evaluation, Report
+from remote_payload.train.features import FeatureCache, Features
+from remote_payload.train.metrics import Progress, Statistics
+from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
+from remote_payload.train.sync import Reduction
+from remote_payload.train.target import Target
+
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Run:
+    """Everything the threads of one run share."""
+
+    job: Job
+    run_dir: Path
+    model: str | Path
+    config: DrafterConfig
+    shape: RowShape
+    statistics: Statistics
+    steps: int
+    rows_per_step: int
+    batches_per_epoch: int
+    """Of the first epoch; later ones differ by a few."""
+    plan: Callable[[int], EpochPlan]
+    maker: BatchMaker
+    cache: FeatureCache | None
+    evaluation: Evaluation | None
+    events: RecordWriter
+    progress: Progress
+    control: RunControl
+    log: Log
+    batches: OrderedQueue[Batch]
+    features: list[OrderedQueue[Features]]
+    targets: list[Handover[Target]]
+    ready: list[Handover[bool]]
+    reduction: Reduction
+    to_evaluate: queue.SimpleQueue[tuple[int, dict[str, Tensor]] | None]
+    reports: list[Report] = dataclasses.field(default_factory=list)
+    first_loss: float | None = None
+    last_loss: float | None = None
+    step: int = 0
+    stopped: bool = False
+    eager_step_s: float | None = None
+    compiled_step_s: float | None = None
+    saved: Path | None = None
+
+    training_s: float = 0.0
+    """Seconds from the first step's start to the last step's end."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Context tokens a second over all steps so far."""
+        return self.progress.tokens / self.training_s if self.training_s else None
+
+    @property
+    def replicas(self) -> int:
+        """M, the number of drafter replicas."""
+        return len(self.features)

@@ -1,0 +1,243 @@
+"""The life of a drafter replica's thread: build, warm up in turn, then train in lockstep with the others.
+
+Replica 0 leads: it reads the device's numbers for everybody at most once a second, writes checkpoints and
+hands snapshots to the evaluator. What all must do together travels with the gradient.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from remote_payload.train import checkpoint, execution
+from remote_payload.train.batch import Batch, empty_row
+from remote_payload.train.metrics import StepClock
+from remote_payload.train.pipeline import on_device
+from remote_payload.train.replica import Replica
+from remote_payload.train.run import Run
+from remote_payload.train.run_control import ThreadStatus
+from remote_payload.train.sync import Contribution
+from remote_payload.train.weights import learning_rate
+
+
+def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
+    """A drafter replica: build, warm up in turn, then train step by step in lockstep with the others."""
+    device = torch.device(status.device)
+    with on_device(device):
+        status.enter("waiting for the target to load")
+        target = run.targets[number % len(run.targets)].wait()
+        status.enter("building")
+        replica = Replica(number, device, run.job, run.config, run.shape, run.statistics, target)
+        status.enter("waiting for its turn to warm up")
+        with execution.WARM_UP_LOCK:
+            run.control.check()
+            status.enter("warming up")
+            warm_up(run, replica)
+        run.ready[number].give(True)
+        for other in run.ready:
+            other.wait()
+        if number == 0:
+            run.progress.phase = "training"
+            run.log(f"Training {run.steps} steps of {run.rows_per_step} rows")
+            if run.evaluation is not None:
+                run.to_evaluate.put((0, replica.snapshot()))
+        train(run, replica, status)
+    if run.stopped:
+        run.batches.close()
+    run.features[number].close()
+
+
+def warm_up(run: Run, replica: Replica) -> None:
+    """Warm one replica up, and say what was decided and why."""
+    result = replica.warm_up(run.job.execution)
+    run.eager_step_s, run.compiled_step_s = result.eager_step_s, result.compiled_step_s
+    run.progress.update(execution=result.execution)
+    run.events.write(
+        "compile",
+        replica=replica.number,
+        execution=result.execution,
+        reason=result.reason,
+        warmup_s=round(result.seconds, 2),
+        eager_step_s=result.eager_step_s,
+        compiled_step_s=result.compiled_step_s,
+    )
+    run.events.write(
+        "ready",
+        replica=replica.number,
+        device=str(replica.device),
+        parameters=replica.parameters,
+        warmup_s=round(result.seconds, 2),
+    )
+    times = [
+        f"{name} {value:.3f} s"
+        for name, value in (("eager", result.eager_step_s), ("compiled", result.compiled_step_s))
+        if value
+    ]
+    run.log(f"Replica {replica.number}: {result.execution} ({result.reason}); a step: {', '.join(times)}")
+    run.log(
+        f"Replica {replica.number} ready on {replica.device}: {replica.parameters:,} parameters,"
+        f" warm-up {result.seconds:.1f} s"
+    )
+
+
+def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
+    """All steps of one replica."""
+    clock = StepClock()
+    graphs = execution.compiled_graphs()
+    reported = 0
+    leads = replica.number == 0
+    began = time.monotonic()
+    for step in range(run.steps):
+        rows, weight = run_rows(run, replica, status, step)
+        started = time.perf_counter()
+        status.enter("waiting for the other replicas", step=step)
+        agreed, statistics = run.reduction.reduce(
+            replica.number,
+            Contribution(
+                replica.weights,
+                replica.statistics,
+                weight,
+                stop=run.control.stop.is_set(),
+                checkpoint=leads and run.control.checkpoint.is_set(),
+                report=leads and (clock.due() or step + 1 == run.steps),
+            ),
+        )
+        status.enter("step", step=step)
+        rate = learning_rate(step, run.steps, run.job)
+        replica.optimizer.step(agreed.weight, rate)
+        done = step + 1
+        if agreed.report or agreed.stop:
+            replica.statistics.zero_()
+        if leads:
+            run.step, run.training_s = done, time.monotonic() - began
+            run.progress.update(step=done, epoch=round(done * run.rows_per_step / run.batches_per_epoch, 4))
+        for batch, seconds in rows:
+            run.progress.row_done(batch, seconds + (time.perf_counter() - started) / len(rows))
+        if leads and (agreed.report or agreed.stop):
+            report(run, replica, statistics, clock, rate, done - reported, rows)
+            reported = done
+            count_recompiles(run, replica, graphs)
+        last = agreed.stop or done == run.steps
+        every = run.job.checkpoint_every
+        if leads and (last or agreed.checkpoint or (every and done % every == 0)):
+            status.enter("saving")
+            run.control.checkpoint.clear()
+            save(run, replica, done)
+        if leads and run.evaluation is not None and not agreed.stop:
+            every = run.job.eval_every
+            if done == run.steps or (every and done % every == 0):
+                run.to_evaluate.put((done, replica.snapshot()))
+        if agreed.stop and done != run.steps:
+            run.stopped = True
+            return
+
+
+def run_rows(
+    run: Run, replica: Replica, status: ThreadStatus, step: int
+) -> tuple[list[tuple[Batch, float]], float]:
+    """This replica's rows of one step: the batches with their seconds, and the sum of their loss weights."""
+    rows: list[tuple[Batch, float]] = []
+    weight = 0.0
+    for number in range(run.rows_per_step // run.replicas):
+        status.enter("waiting for features", step=step)
+        features = run.features[replica.number].get()
+        started = time.perf_counter()
+        if features is None:
+            batch, row = None, empty_row(run.shape)
+        else:
+            batch, row = features.batch, features.batch.row
+            status.enter("forward and backward", bucket=batch.bucket, samples=batch.samples)
+        replica.load(features, row)
+        replica.run_row(row, batch.bucket if batch else 0, first=number == 0)
+        if batch is not None:
+            weight += batch.weight
+            rows.append((batch, time.perf_counter() - started))
+    return rows, weight
+
+
+def report(
+    run: Run,
+    replica: Replica,
+    statistics: Tensor,
+    clock: StepClock,
+    rate: float,
+    steps: int,
+    rows: list[tuple[Batch, float]],
+) -> None:
+    """Read the device's numbers once, and put them into the log, the events and the progress."""
+    reading = run.statistics.read(statistics)
+    norm, skipped = float(replica.optimizer.norm), int(replica.optimizer.skipped)
+    if run.first_loss is None:
+        run.first_loss = reading.loss
+    run.last_loss = reading.loss
+    run.progress.read(reading, steps)
+    rates = clock.report(run.step, run.steps, run.progress.tokens)
+    batch = rows[-1][0] if rows else None
+    if skipped > run.progress.values["nonfinite_steps"]:
+        run.events.write(
+            "nonfinite",
+            step=run.step,
+            bucket=batch.bucket if batch else None,
+            samples=batch.samples if batch else [],
+            gradient_norm=norm,
+            skipped_steps=skipped,
+        )
+        run.log(f"step {run.step}: the gradient was not finite; {skipped} steps left out so far")
+    run.progress.update(gradient_norm=norm, learning_rate=rate, nonfinite_steps=skipped, **rates)
+    run.events.write(
+        "step",
+        step=run.step,
+        epoch=run.progress.values["epoch"],
+        loss=reading.loss,
+        tau_estimate=reading.tau_estimate,
+        accuracy=reading.accuracy,
+        gradient_norm=norm,
+        learning_rate=rate,
+        tokens_per_s=rates["tokens_per_s"],
+        step_s=rates["step_s"],
+        bucket=batch.bucket if batch else None,
+    )
+    loss, tau = _shown(reading.loss, 3), _shown(reading.tau_estimate, 2)
+    run.log(
+        f"step {run.step:>5}/{run.steps}  loss {loss}  tau~ {tau}  grad {norm:.2f}  lr {rate:.1e}"
+        f"  {rates['tokens_per_s']:,.0f} tokens/s  {rates['step_s']:.3f} s/step"
+    )
+
+
+def count_recompiles(run: Run, replica: Replica, graphs: int) -> None:
+    """Notice graphs that were compiled after warm-up."""
+    more = execution.compiled_graphs() - graphs
+    if more > run.progress.values["recompiles"]:
+        run.progress.update(recompiles=more)
+        run.events.write("recompile", replica=replica.number, reason=f"{more} graphs compiled after warm-up")
+        run.log(f"step {run.step}: recompiled after warm-up ({more} graphs so far)")
+
+
+def save(run: Run, replica: Replica, step: int) -> None:
+    """Write a checkpoint of `step`."""
+    start = time.perf_counter()
+    path = checkpoint.save(
+        run.run_dir,
+        step,
+        config=run.config,
+        weights=replica.weights.named(replica.weights.values),
+        training=replica.optimizer.state(),
+        position={"step": step, "sequence": step * run.rows_per_step, "seed": run.job.seed},
+        keep=run.job.checkpoint_keep,
+    )
+    run.saved = path
+    run.progress.update(checkpoint={"step": step, "t": round(time.time(), 3)})
+    run.events.write(
+        "checkpoint",
+        step=step,
+        path=str(path.relative_to(run.run_dir)),
+        bytes=checkpoint.size_of(path),
+        seconds=round(time.perf_counter() - start, 3),
+    )
+    run.log(f"Checkpoint {path.relative_to(run.run_dir)} ({checkpoint.size_of(path) / 2**20:.0f} MiB)")
+
+
+def _shown(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"
