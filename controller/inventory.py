@@ -87,6 +87,9 @@ class Host(BaseModel):
             raise ValueError(f"container: kind {self.kind} has none; did you mean kind proxmox?")
         if self.kind != "local" and self.address == "local":
             raise ValueError(f"address: is missing; kind {self.kind} needs one")
+        _, colon, port = self.address.partition(":")
+        if colon and port.isdecimal():
+            raise ValueError(f"address: {self.address!r}: write the port as `port = {port}`")
         if self.address.startswith("-") or not re.fullmatch(r"[\w.:%-]+", self.address):
             raise ValueError(f"address: {self.address!r} is no host name or IP address")
         for key in ("venv", "workspace"):
