@@ -10,7 +10,6 @@ detached process would stay a zombie, and look alive by its pid.
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -35,11 +34,9 @@ lxc.init.cmd = {init}
 lxc.apparmor.profile = unconfined
 lxc.cgroup.dir = {group}
 {limit_key} = {limit}
-lxc.mount.entry = tmpfs dev/shm tmpfs rw,nosuid,nodev,create=dir 0 0
-lxc.mount.entry = tmpfs run tmpfs rw,nosuid,nodev,mode=755,create=dir 0 0
-lxc.mount.entry = tmpfs tmp tmpfs rw,nosuid,nodev,create=dir 0 0
-lxc.mount.entry = tmpfs var/tmp tmpfs rw,nosuid,nodev,create=dir 0 0
+{mounts}
 """
+OWN = ("/dev/shm", "/run", "/tmp", "/var/tmp")
 PVE_CONFIG = """\
 arch: amd64
 cores: 2
@@ -87,6 +84,7 @@ class Container:
                 group=self.state.name,
                 limit_key=limit_key,
                 limit=limit,
+                mounts="\n".join(mounts()),
             )
         )
         (self.state / "pve" / f"{self.vmid}.conf").write_text(
@@ -203,10 +201,17 @@ class Container:
             for file in files:
                 file.write_text(str(self.memory))
 
-    def wait_stopped(self, timeout: float = 10) -> None:
-        """Returns once the container is down; raises `RigError` after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self.pid() is not None:
-            if time.monotonic() > deadline:
-                raise RigError(f"container {self.vmid} does not stop")
-            time.sleep(0.02)
+
+def mounts() -> list[str]:
+    """The container's own file systems, and what of the interpreter its root does not show.
+
+    That is a virtual environment or an installation below one of its own file systems, or on
+    another device than /: bound in read-only, at its own place.
+    """
+    lines = [f"lxc.mount.entry = tmpfs {p[1:]} tmpfs rw,nosuid,nodev,create=dir 0 0" for p in OWN]
+    root = Path("/").stat().st_dev
+    for path in sorted({Path(sys.prefix), Path(sys.base_prefix)}):
+        if any(path.is_relative_to(p) for p in OWN) or path.stat().st_dev != root:
+            there = str(path).replace("\\", "\\134").replace(" ", "\\040")
+            lines.append(f"lxc.mount.entry = {there} {there[1:]} none bind,ro,create=dir 0 0")
+    return lines

@@ -4,6 +4,7 @@ import os
 import pwd
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.rig.cgroups import alive
 from tests.rig.rig import Rig
 
+ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 
 
@@ -335,3 +337,19 @@ def test_the_servers_processes_are_known_and_live(rig: Rig) -> None:
     assert alive(child)
     rig.kill_connections()
     finish(ssh)
+
+
+def test_an_interpreter_below_tmp_is_shown_to_the_container_though_its_tmp_is_its_own(
+    rig: Rig, tmp_path: Path
+) -> None:
+    del rig
+    place = tmp_path / "a venv"
+    venv = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(place)]
+    subprocess.run(venv, check=True)
+    program = (
+        "from tests.rig.rig import Rig\n"
+        "with Rig() as rig: print(rig.container_run([rig.python, '-c', 'import sys; "
+        "print(sys.prefix)']).stdout.decode())"
+    )
+    call = subprocess.run([place / "bin" / "python", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert call.stdout.strip() == str(place), call.stderr
