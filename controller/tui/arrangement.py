@@ -1,0 +1,110 @@
+"""What fits: the rows of a terminal are given to the parts in the order an operator looks at them.
+
+Pure and total: every size from 1x1 up has an arrangement, and none is refused. Going down from a large
+terminal, first the threads leave the panels, then the curves leave the side (below 100 columns), then the
+buckets go, the GPUs shrink to one line, the flow line, the GPUs, the key line, the speed line and the
+learning line go. The status line stays to the last row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+BESIDE_COLUMNS = 100
+"""From this width on the curves stand beside the panels."""
+
+PANEL_COLUMNS = 76
+WIDE_COLUMNS = 150
+"""From this width on the panels get `WIDE_PANEL_COLUMNS`."""
+
+WIDE_PANEL_COLUMNS = 80
+GPU_CELL_COLUMNS = 37
+LEAST_LOG_ROWS = 5
+LEAST_SIDE_ROWS = 7
+BUCKET_COLUMNS = 66
+ROWS_A_PLOT = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Which one-line parts are shown, and the rows and columns of the others (0: not shown)."""
+
+    learning: bool
+    speed: bool
+    flow: bool
+    detail: bool
+    tabs: bool
+    footer: bool
+    gpu_rows: int
+    """1: the summary; more: heading and cells."""
+    bucket_rows: int
+    thread_rows: int
+    crash_rows: int
+    panel_columns: int
+    curves_columns: int
+    side_plots: int
+
+    @property
+    def middle_rows(self) -> int:
+        """Rows of the panels together."""
+        return self.gpu_rows + self.flow + self.bucket_rows + self.thread_rows
+
+
+def gpus_per_row(columns: int) -> int:
+    """GPUs side by side."""
+    return 2 if columns >= 2 * GPU_CELL_COLUMNS else 1
+
+
+def arrange(
+    width: int, height: int, *, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool,
+    crash: bool,
+) -> Arrangement:  # fmt: skip
+    """The arrangement for a terminal of `width` x `height` and what there is to show.
+
+    `zoomed` gives the room of the panels to the tab; a `crash` takes their place.
+    """
+    left = height - 1
+    shown = dict.fromkeys(("tabs", "footer", "learning", "detail", "speed", "flow"), False)
+
+    def take(name: str, wanted: bool, reserve: int) -> None:
+        nonlocal left
+        if wanted and left - 1 >= reserve:
+            left -= 1
+            shown[name] = True
+
+    take("learning", True, 2)
+    take("detail", detail, 2)
+    take("tabs", True, 2)
+    take("speed", True, 3)
+    take("footer", True, 4)
+    beside = width >= BESIDE_COLUMNS
+    columns = WIDE_PANEL_COLUMNS if width >= WIDE_COLUMNS else PANEL_COLUMNS
+    panels = columns if beside else width
+    gpu_rows = bucket_rows = thread_rows = crash_rows = 0
+    if crash:
+        crash_rows = max(0, min(left - 3, left * 2 // 3))
+    elif not zoomed:
+        if left - 1 >= LEAST_LOG_ROWS:
+            gpu_rows, left = 1, left - 1
+        take("flow", True, LEAST_LOG_ROWS)
+        full = 1 + max(1, -(-gpus // gpus_per_row(panels)))
+        if gpu_rows and width >= GPU_CELL_COLUMNS and left - (full - 1) >= LEAST_LOG_ROWS:
+            gpu_rows, left = full, left - (full - 1)
+        full = 2 + max(1, buckets)
+        if panels >= BUCKET_COLUMNS and left - full >= LEAST_LOG_ROWS:
+            bucket_rows, left = full, left - full
+        full = 2 + max(1, threads)
+        if beside and bucket_rows and left - full >= 2 * LEAST_LOG_ROWS:
+            thread_rows = full
+    middle = gpu_rows + shown["flow"] + bucket_rows + thread_rows
+    beside = beside and middle >= LEAST_SIDE_ROWS
+    return Arrangement(
+        **shown,
+        gpu_rows=gpu_rows,
+        bucket_rows=bucket_rows,
+        thread_rows=thread_rows,
+        crash_rows=crash_rows,
+        panel_columns=columns if beside else width,
+        curves_columns=width - columns - 1 if beside else 0,
+        side_plots=min(3, max(1, middle // ROWS_A_PLOT)) if beside else 0,
+    )

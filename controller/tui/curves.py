@@ -1,0 +1,162 @@
+"""Curves over the step number, drawn in braille by textual-plot: four dots high, two wide a cell.
+
+A value that is not finite is a gap: every finite run between gaps is a line of its own, because
+textual-plot joins what is left of a NaN. What a plot has more of than it has columns is thinned to the
+lowest and the highest of each column, so that a spike stays a spike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.reactive import reactive
+from textual_hires_canvas import HiResMode
+from textual_plot import NumericAxisFormatter, PlotWidget
+
+from controller.run_state import RunState
+from controller.series import Series
+from controller.tui import figures
+from controller.tui.lines import Lines, line
+from controller.tui.palette import CURVE_COLOURS, HEADING, LABEL, WARN
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plot:
+    """What one plot shows: names of curves in `RunState.curves`, with their labels."""
+
+    title: str
+    curves: tuple[tuple[str, str], ...]
+    places: int | None = None
+    """Decimal places of the values in its heading; None: a short count."""
+    falls: bool = False
+    """Its first values are far above all others: they are left out once there are enough."""
+
+
+PLOTS = (
+    Plot("loss", (("loss", "raw"), ("loss_ema", "ema")), 3, falls=True),
+    Plot("tau", (("tau_estimate", "train"), ("tau", "decoded")), 2),
+    Plot("tok/s", (("tokens_per_s", ""),)),
+    Plot("gradient norm", (("gradient_norm", ""),), 2),
+)
+
+
+class _FewTicks(NumericAxisFormatter):
+    """Ticks that fit; labels as short as they can be."""
+
+    most = 4
+
+    def get_ticks(self, min_: float, max_: float, max_ticks: int = 8) -> list[float]:
+        return super().get_ticks(min_, max_, self.most)
+
+    def get_labels_for_ticks(self, ticks: Sequence[float]) -> list[str]:
+        if any(abs(tick) >= 1000 for tick in ticks):
+            return [figures.short(tick) if tick else "0" for tick in ticks]
+        return super().get_labels_for_ticks(ticks)
+
+
+class _SmallPlot(PlotWidget):
+    """A plot whose margins hold tick labels and nothing else: the heading says what it is."""
+
+    margin_left = reactive(7)
+    margin_top = reactive(0)
+    margin_bottom = reactive(1)
+
+
+class CurvePlot(Vertical):
+    """One plot under a heading that is its legend and has the newest values."""
+
+    DEFAULT_CSS = """
+    CurvePlot { height: 1fr; width: 1fr; }
+    CurvePlot PlotWidget { height: 1fr; }
+    CurvePlot PlotWidget > .plot--axis { color: $panel-lighten-2; }
+    CurvePlot PlotWidget > .plot--tick { color: $foreground-muted; text-style: none; }
+    """
+
+    def __init__(self, plot: Plot, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._plot = plot
+        self._drawn: object = None
+
+    def compose(self) -> ComposeResult:
+        """A heading and the plot."""
+        yield Lines()
+        yield _SmallPlot()
+
+    def show(self, state: RunState) -> None:
+        """Draw the curves of `state`; nothing happens when they are what is drawn already."""
+        if not self.is_mounted:
+            return
+        series = [(name, label, state.curves[name]) for name, label in self._plot.curves]
+        drawn = (self.size, *(s for _, _, s in series))
+        if drawn == self._drawn:
+            return
+        self._drawn = drawn
+        first = _first_useful(series[-1][2]) if self._plot.falls else None
+        self.query_one(Lines).set_lines([self._heading(series, first)])
+        widget = self.query_one(PlotWidget)
+        rows = max(2, self.size.height - 4)
+        columns = max(8, self.size.width - 9)
+        x_ticks, y_ticks = _FewTicks(), _FewTicks()
+        x_ticks.most, y_ticks.most = max(2, columns // 9), max(2, min(6, rows // 2))
+        widget.set_x_formatter(x_ticks)
+        widget.set_y_formatter(y_ticks)
+        widget.clear()
+        for name, _, one in series:
+            colour = CURVE_COLOURS[name]
+            for segment in one.segments:
+                points = [p for p in segment if first is None or p[0] >= first]
+                thin = thinned(points, columns * 2)
+                xs, ys = [x for x, _ in thin], [y for _, y in thin]
+                if len(thin) > 1:
+                    widget.plot(xs, ys, line_style=colour, hires_mode=HiResMode.BRAILLE)
+                if len(thin) == 1 or (name == "tau" and len(thin) < columns // 3):
+                    widget.scatter(xs, ys, marker="◆", marker_style=colour)
+
+    def _heading(self, series: Sequence[tuple[str, str, Series]], first: float | None) -> Text:
+        text = line((f"{self._plot.title} ", HEADING))
+        for name, label, one in series:
+            places = self._plot.places
+            value = figures.short(one.last) if places is None else figures.decimal(one.last, places)
+            text.append(f" {label} {value}" if label else f" {value}", style=CURVE_COLOURS[name])
+            gaps = sum(1 for _, y in one.points if y is None) if name != "loss_ema" else 0
+            if gaps:
+                text.append(f" {gaps} gap{'s' * (gaps != 1)} (NaN)", style=WARN)
+        if first is not None:
+            text.append(f" from step {figures.count(first)}", style=LABEL)
+        if not any(one.all_points for _, _, one in series):
+            text.append(" no values yet", style=LABEL)
+        return text
+
+
+def _first_useful(series: Series) -> float | None:
+    """The step from which a falling curve is drawn, so that its first hundred steps, far above all
+    that follow, do not press the rest flat; None: draw all of it.
+    """
+    points = [(x, y) for x, y in series.points if y is not None]
+    if len(points) < 50:
+        return None
+    values = sorted(y for _, y in points)
+    low, most = values[0], values[int(0.85 * len(values))]
+    limit = most + (most - low)
+    if points[0][1] <= limit:
+        return None
+    return next(x for x, y in points if y <= limit)
+
+
+def thinned(points: Points, most: int) -> list[tuple[float, float]]:
+    """At most `most` of `points`: of each stretch its lowest and its highest, in their order."""
+    if len(points) <= most:
+        return list(points)
+    stretches = max(1, most // 2)
+    kept = []
+    for number in range(stretches):
+        part = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
+        low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
+        kept += sorted({low, high})
+    return kept

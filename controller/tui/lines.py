@@ -1,0 +1,136 @@
+"""Two widgets that show lines of `rich.text.Text`, and nothing else: no markup is ever parsed here.
+
+`Lines` is a panel of fixed lines, `LineView` a scrolling one. Both draw through Textual's line interface,
+only the lines that are on the screen, and only when they have changed. Text of the remote must have
+passed `controller.text` before it becomes a `Text` (`remote`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.style import Style
+from rich.text import Text
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widget import Widget
+
+from controller.health import age_text
+from controller.text import safe_line
+from controller.tui.palette import HEADING, LABEL, RULE_STYLE, WARN
+
+
+def remote(text: str, style: Style | str = "") -> Text:
+    """Text that came from the other machine, as one safe line without markup."""
+    return Text(safe_line(text), style=style, no_wrap=True, end="")
+
+
+def line(*parts: str | tuple[str, Style | str] | Text) -> Text:
+    """One line assembled of plain, styled and ready parts. Only our own words go in as plain ones."""
+    assembled = Text(no_wrap=True, end="")
+    for part in parts:
+        if isinstance(part, tuple):
+            assembled.append(*part)
+        else:
+            assembled.append(part)
+    return assembled
+
+
+def heading(title: str, width: int, age_s: float | None, stale_s: float) -> Text:
+    """A panel's heading: its title, a rule, and how old its data is; old data is said to be so."""
+    if age_s is None:
+        age = Text("no data yet", style=LABEL)
+    elif age_s > stale_s:
+        age = Text(f"○ stale {age_text(age_s)}", style=WARN)
+    else:
+        age = Text(age_text(age_s), style=LABEL)
+    start = line((f"{title} ", HEADING))
+    rule = max(1, width - start.cell_len - age.cell_len - 1)
+    return line(start, ("─" * rule, RULE_STYLE), " ", age)
+
+
+def draw(widget: Widget, text: Text | None, left: int = 0) -> Strip:
+    """The strip that shows `text` in a row of `widget`, scrolled `left` columns; None is an empty row."""
+    width, base = widget.size.width, widget.rich_style
+    if text is None:
+        return Strip.blank(width, base)
+    if not left and text.cell_len > width:
+        text = text.copy()
+        text.truncate(width, overflow="ellipsis")
+    strip = Strip(text.render(widget.app.console, end="")).apply_style(base)
+    if left:
+        strip = strip.crop(left, left + width)
+    return strip.adjust_cell_length(width, base)
+
+
+class Lines(Widget):
+    """A panel of lines without scrolling; what is beyond its size is cut."""
+
+    DEFAULT_CSS = "Lines { height: auto; }"
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._lines: list[Text] = []
+
+    @property
+    def lines(self) -> Sequence[Text]:
+        """The lines shown."""
+        return self._lines
+
+    def set_lines(self, lines: Sequence[Text]) -> None:
+        """Show `lines`; nothing is drawn when they are what is shown already."""
+        lines = list(lines)
+        if lines == self._lines:
+            return
+        taller = len(lines) != len(self._lines)
+        self._lines = lines
+        self.refresh(layout=taller)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """As many rows as lines."""
+        return len(self._lines)
+
+    def render_line(self, y: int) -> Strip:
+        """Row `y` of the panel."""
+        text = self._lines[y] if y < len(self._lines) else None
+        return draw(self, text)
+
+
+class LineView(ScrollView, can_focus=True):
+    """Lines that scroll. A reader at the end stays at the end; one who scrolled up is left alone."""
+
+    DEFAULT_CSS = "LineView { height: 1fr; scrollbar-size-vertical: 1; }"
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._shown: list[Text] = []
+        self.stick_to_end = False
+
+    @property
+    def lines(self) -> Sequence[Text]:
+        """The lines shown."""
+        return self._shown
+
+    def set_lines(self, lines: Sequence[Text]) -> None:
+        """Show `lines`; at the end before, at the end after, when `stick_to_end` is set."""
+        lines = list(lines)
+        if lines == self._shown:
+            return
+        at_end = self.scroll_offset.y >= self.max_scroll_y
+        self._shown = lines
+        self._resize()
+        if self.stick_to_end and at_end:
+            self.scroll_end(animate=False, immediate=True)
+        self.refresh()
+
+    def _resize(self) -> None:
+        width = max((text.cell_len for text in self._shown), default=0)
+        self.virtual_size = Size(width, len(self._shown))
+
+    def render_line(self, y: int) -> Strip:
+        """Row `y` of what is visible."""
+        left, top = self.scroll_offset
+        number = top + y
+        text = self._shown[number] if number < len(self._shown) else None
+        return draw(self, text, left)

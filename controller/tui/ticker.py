@@ -1,0 +1,89 @@
+"""The one thread of the TUI: reads the mirror once a second and hands over what it found.
+
+The next tick starts only after the last has ended and the screen has taken it, so a slow disk or a busy
+screen makes ticks rarer and never makes a queue. The state travels as one immutable snapshot; lines of the
+log, which must not be lost when a snapshot replaces its elder, wait in a deque.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from controller.run_reader import RunReader
+from controller.run_state import RunState
+from controller.tui.log_tail import LogNews, LogTail
+
+PERIOD_S = 1.0
+CATCHING_UP_S = 0.05
+"""Pause between polls while history is still unread."""
+
+
+class Ticker:
+    """Polls the mirror in `directory` and calls `deliver(state)` from its thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        deliver: Callable[[RunState], object],
+        *,
+        clock: Callable[[], float] = time.time,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self._reader = RunReader(directory)
+        self._tail = LogTail(directory)
+        self._deliver = deliver
+        self._clock = clock
+        self._period_s = period_s
+        self._log: collections.deque[LogNews] = collections.deque()
+        self._stop = threading.Event()
+        self._taken = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        """What ended the thread; telemetry must not die in silence."""
+
+    def start(self) -> None:
+        """Begin ticking."""
+        # A daemon: a disk that hangs must not keep the terminal.
+        self._thread = threading.Thread(target=self._run, name="tui-ticker", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 0.2) -> None:
+        """End; waits at most `timeout` seconds for a read that is under way."""
+        self._stop.set()
+        self._taken.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def tick(self) -> RunState:
+        """Read once, in the caller's thread."""
+        news = self._tail.poll()
+        if news != LogNews():
+            self._log.append(news)
+        return self._reader.poll(self._clock())
+
+    def take_log(self) -> list[LogNews]:
+        """What the log brought since the last call; from any thread."""
+        taken = []
+        while self._log:
+            taken.append(self._log.popleft())
+        self._taken.set()
+        return taken
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                began = time.monotonic()
+                state = self.tick()
+                self._taken.clear()
+                self._deliver(state)
+                period = CATCHING_UP_S if state.unread_bytes else self._period_s
+                self._stop.wait(max(0.0, period - (time.monotonic() - began)))
+                if not self._stop.is_set():
+                    self._taken.wait(5.0)
+        except Exception as error:
+            self.error = error
+            self._stop.set()
