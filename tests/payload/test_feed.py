@@ -116,6 +116,15 @@ class Reader:
             time.sleep(0.005)
         assert self.failure is None, self.failure
 
+    def until_newest(self, name: str, generation: int, data: bytes) -> None:
+        self.until(lambda: self.newest(name) == (generation, data))
+
+    def until_small(self, name: str, data: bytes) -> None:
+        self.until(lambda: self.small.get(name) == data)
+
+    def until_supervisor(self, presence: str) -> None:
+        self.until(lambda: presence in [beat["supervisor"] for beat in self.kinds("beat")[-1:]])
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -301,7 +310,7 @@ def test_two_inodes_that_alternate_under_one_name_are_never_taken_for_no_change(
             os.link(source, link)
             link.rename(path)
             expected = source.read_bytes()
-            reader.until(lambda e=expected, g=generation: reader.newest("train.log") == (g, e))
+            reader.until_newest("train.log", generation, expected)
 
 
 def test_renames_that_reuse_the_freed_inode_are_noticed(run_dir: Path) -> None:
@@ -312,7 +321,7 @@ def test_renames_that_reuse_the_freed_inode_are_noticed(run_dir: Path) -> None:
             temporary.write_bytes(b"same head" * 600 + b"%d" % generation)
             temporary.rename(path)
             expected = path.read_bytes()
-            reader.until(lambda e=expected, g=generation: reader.newest("train.log") == (g, e))
+            reader.until_newest("train.log", generation, expected)
 
 
 def test_a_deleted_file_leaves_the_beat_and_comes_back_as_a_new_generation(run_dir: Path) -> None:
@@ -333,7 +342,7 @@ def test_a_small_file_is_sent_whole_whenever_its_bytes_change(run_dir: Path) -> 
             temporary.write_text(json.dumps({"step": number}))
             temporary.rename(run_dir / "progress.json")
             expected = b'{"step": %d}' % number
-            reader.until(lambda e=expected: reader.small.get("progress.json") == e)
+            reader.until_small("progress.json", expected)
         (run_dir / "progress.json").touch()  # the same bytes again are not sent again
         beats = len(reader.kinds("beat"))
         reader.until(lambda: len(reader.kinds("beat")) > beats + 2)
@@ -459,11 +468,11 @@ def test_the_beat_that_tells_of_the_end_comes_after_every_byte(run_dir: Path) ->
         ) as writer:
             write_status(run_dir, writer.pid)
             with reading(run_dir) as reader:
-                reader.until(lambda r=reader: bool(r.kinds("beat")))
+                reader.until_supervisor("alive")
                 assert writer.stdin is not None
                 writer.stdin.write(b"g")
                 writer.stdin.close()
-                reader.until(lambda r=reader: r.kinds("beat")[-1]["supervisor"] == "gone")
+                reader.until_supervisor("gone")
                 beat = next(b for b in reader.kinds("beat") if b["supervisor"] == "gone")
                 whole = (run_dir / "train.log").read_bytes()
                 assert beat["files"]["train.log"]["size"] == len(whole)

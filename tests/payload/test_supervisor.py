@@ -1,0 +1,535 @@
+"""Real supervisors over stand-in trainers: each one's code is the text of its run's job.toml."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The stand-in for remote_payload/train/main.py: runs job.toml with a few names at hand.
+STAND_IN = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+def main(run_dir: Path, attempt: int) -> int:
+    from remote_payload import crash, rundir
+    asked = []
+    def progress(step, **fields):
+        record = rundir.stamp("progress", {"attempt": attempt, "step": step, **fields})
+        rundir.write_whole(run_dir / rundir.PROGRESS, rundir.encode(record))
+    def leave(outcome, code, **fields):
+        record = rundir.stamp("exit", {"attempt": attempt, "outcome": outcome, "exit_code": code, **fields})
+        rundir.write_whole(run_dir / rundir.EXIT, rundir.encode(record))
+        return code
+    def wait_for(name):
+        while not (run_dir / name).exists():
+            time.sleep(0.005)
+    def mark(name, text="x"):
+        (run_dir / name).write_text(text)
+    names = dict(globals(), **locals())
+    exec((run_dir / "job.toml").read_text(), names)
+    return names["code"]
+"""
+
+LISTEN = "signal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+WORK = (
+    LISTEN
+    + "step = 0\nwhile not asked:\n    step += 1; progress(step); time.sleep(0.01)\n"
+    + "code = leave('stopped', 3, step=step)\n"
+)
+
+
+class Place:
+    """A workspace with a payload whose trainer is the stand-in."""
+
+    def __init__(self, path: Path) -> None:
+        self.workspace = path / "workspace"
+        self.payload = self.workspace / "payloads" / "0123" / "remote_payload"
+        (self.payload / "train").mkdir(parents=True)
+        for source in (ROOT / "remote_payload").glob("*.py"):
+            shutil.copy(source, self.payload)
+        (self.payload / "train" / "__init__.py").touch()
+        (self.payload / "train" / "main.py").write_text(STAND_IN)
+        self.bin = path / "bin"
+        self.bin.mkdir()
+        self.pids: list[int] = []
+
+    def environment(self, scale: float) -> dict[str, str]:
+        path = f"{self.bin}:/usr/local/bin:/usr/bin:/bin"
+        return {"PATH": path, "DFLASHCTL_TIME_SCALE": str(scale), "LEAKED": "yes"}
+
+    def command(
+        self, *arguments: str, stdin: bytes = b"", scale: float = 0.02
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, str(self.payload), *arguments],
+            input=stdin,
+            capture_output=True,
+            env=self.environment(scale),
+            timeout=30,
+        )
+
+    def start(self, code: str, run_id: str = "a-run", *, scale: float = 0.02, **run: Any) -> Run:
+        order = {"run": {"python": sys.executable, "job": "demo", **run}, "job": code}
+        done = self.command(
+            "start", str(self.workspace), run_id, stdin=json.dumps(order).encode(), scale=scale
+        )
+        answer = json.loads(done.stdout)
+        assert answer["ok"], answer
+        self.pids.append(answer["pid"])
+        return Run(self, Path(answer["run_dir"]), answer["pid"])
+
+
+class Run:
+    def __init__(self, place: Place, path: Path, pid: int) -> None:
+        self.place, self.path, self.pid = place, path, pid
+
+    def status(self) -> dict[str, Any]:
+        status = json.loads((self.path / "status.json").read_bytes())
+        assert isinstance(status, dict)
+        return status
+
+    def records(self, name: str = "supervisor.jsonl") -> list[dict[str, Any]]:
+        try:
+            return [json.loads(line) for line in (self.path / name).read_bytes().splitlines()]
+        except FileNotFoundError:
+            return []
+
+    def until(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (self.status(), self.records())
+            time.sleep(0.005)
+
+    def until_state(self, *states: str) -> dict[str, Any]:
+        self.until(lambda: self.status()["state"] in states)
+        return self.status()
+
+    def ended(self) -> dict[str, Any]:
+        """The last status, once the supervisor itself is gone too."""
+        self.until_state("finished", "failed", "killed")
+        self.until(lambda: not alive(self.pid))
+        return self.status()
+
+    def ask(self, request: str, content: Any = None) -> subprocess.CompletedProcess[bytes]:
+        stdin = b"" if content is None else json.dumps(content).encode()
+        return self.place.command("control", str(self.path), request, stdin=stdin)
+
+
+def alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    for pid in place.pids:
+        if alive(pid):
+            os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            while alive(pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+
+def test_a_run_goes_from_launching_through_running_to_finished(place: Place) -> None:
+    run = place.start("wait_for('go'); progress(1); wait_for('end'); code = leave('finished', 0, step=1)")
+    status = run.status()
+    assert status["state"] == "launching" and status["v"] == 1 and status["attempt"] == 1
+    assert status["last_progress"] is None and status["exit_code"] is None
+    assert status["supervisor"]["pid"] == run.pid
+    (run.path / "go").touch()
+    status = run.until_state("running")
+    assert status["last_progress"] == json.loads((run.path / "progress.json").read_bytes())["t"]
+    assert alive(status["trainer"]["pid"]) and status["trainer"]["start_ticks"] > 0
+    (run.path / "end").touch()
+    status = run.ended()
+    assert (status["state"], status["reason"]) == ("finished", None)
+    assert (status["exit_code"], status["signal"]) == (0, None)
+    records = run.records()
+    kinds = [record["kind"] for record in records]
+    assert kinds == ["start", "trainer_started", "trainer_exited", "end"]
+    assert all(r["attempt"] == 1 and r["v"] == 1 and r["t"] > 0 and r["mono"] > 0 for r in records)
+    assert records[2]["runtime_s"] > 0
+    assert [r["kind"] for r in run.records("gpu.jsonl")] == ["gpu_none"]
+    assert (run.path / "supervisor.err").read_bytes() == b""
+
+
+def test_start_returns_at_once_and_leaves_no_descriptor_with_the_supervisor(place: Place) -> None:
+    began = time.monotonic()
+    # `capture_output` waits for the end of both pipes: one inherited descriptor would hold it.
+    run = place.start(WORK)
+    assert time.monotonic() - began < 5
+    assert alive(run.pid)
+    targets = {int(link.name): str(link.readlink()) for link in Path(f"/proc/{run.pid}/fd").iterdir()}
+    assert targets[0] == targets[1] == "/dev/null"
+    assert targets[2] == str(run.path / "supervisor.err")
+    inside = [str(run.path), "/dev/null"]
+    assert all(any(t.startswith(i) for i in inside) for t in targets.values()), targets
+    stat = Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(stat[3]) == run.pid, "it leads a session of its own"
+    assert (run.path.stat().st_mode & 0o777) == 0o700
+
+
+def test_of_many_starts_of_one_id_one_wins_and_the_others_say_why(place: Place) -> None:
+    order = json.dumps({"run": {"python": sys.executable, "job": "demo"}, "job": WORK}).encode()
+    starts = [
+        subprocess.Popen(
+            [sys.executable, str(place.payload), "start", str(place.workspace), "same"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=place.environment(0.02),
+        )
+        for _ in range(5)
+    ]
+    answers = [json.loads(process.communicate(order, timeout=30)[0]) for process in starts]
+    won = [answer for answer in answers if answer["ok"]]
+    place.pids += [answer["pid"] for answer in won]
+    assert len(won) == 1
+    assert all("exists" in answer["error"] for answer in answers if not answer["ok"])
+    run = Run(place, place.workspace / "runs" / "same", won[0]["pid"])
+    run.until_state("running")
+    assert [record["kind"] for record in run.records()].count("start") == 1
+
+
+def test_the_trainer_gets_exactly_the_promised_environment_and_place(place: Place) -> None:
+    code = (
+        "mark('seen', json.dumps([dict(os.environ), os.getcwd(), sys.argv[1:], os.getpgid(0) == os.getpid(),"
+        " os.readlink('/proc/self/fd/0')])); code = leave('finished', 0)"
+    )
+    run = place.start(code, env={"HF_HOME": "/models", "LANG": "de_DE.UTF-8"})
+    run.ended()
+    environment, cwd, argv, leads, stdin = json.loads((run.path / "seen").read_text())
+    assert set(environment) == {*("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONUNBUFFERED", "HF_HOME")}
+    assert environment["HF_HOME"] == "/models" and environment["LANG"] == "de_DE.UTF-8"
+    assert environment["LC_ALL"] == "C.UTF-8"
+    assert cwd == str(place.workspace) and argv == ["train", str(run.path), "1"]
+    assert leads and stdin == "/dev/null"
+
+
+def test_a_refused_job_is_failed_with_the_error_line_of_exit_json(place: Place) -> None:
+    run = place.start("print('noise'); code = leave('refused', 2, error='no such dataset: /x.arrow')")
+    status = run.ended()
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert status["reason"] == "no such dataset: /x.arrow"
+
+
+def test_a_crash_without_a_word_is_failed_with_the_last_line_of_the_log(place: Place) -> None:
+    status = place.start("progress(1)\nraise RuntimeError('boom')").ended()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert status["reason"] == "RuntimeError: boom"
+
+
+def test_a_killed_trainer_is_killed_with_the_signal_and_a_hint(place: Place) -> None:
+    run = place.start(WORK)
+    os.kill(run.until_state("running")["trainer"]["pid"], signal.SIGKILL)
+    status = run.ended()
+    assert (status["state"], status["exit_code"], status["signal"]) == ("killed", 137, "SIGKILL")
+    assert status["reason"].startswith("killed by SIGKILL: ")
+    assert "memory" in status["reason"]
+    exited = next(r for r in run.records() if r["kind"] == "trainer_exited")
+    assert (exited["exit_code"], exited["signal"]) == (137, "SIGKILL")
+
+
+def test_stop_ends_the_run_with_its_step_and_says_who_asked(place: Place) -> None:
+    run = place.start(WORK)
+    run.until_state("running")
+    assert json.loads(run.ask("stop", {"by": "me@laptop"}).stdout) == {"ok": True}
+    status = run.ended()
+    step = json.loads((run.path / "exit.json").read_bytes())["step"]
+    assert status["state"] == "finished" and status["exit_code"] == 3
+    assert status["reason"] == f"stopped on request at step {step}"
+    request = next(r for r in run.records() if r["kind"] == "request")
+    assert (request["name"], request["by"]) == ("stop", "me@laptop")
+    assert list((run.path / "control").iterdir()) == []
+    late = run.ask("stop")
+    assert late.returncode == 1
+    assert "has ended (finished)" in json.loads(late.stdout)["error"]
+
+
+def test_a_trainer_that_ignores_the_request_is_killed_after_the_grace_with_all_its_children(
+    place: Place,
+) -> None:
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "daemon = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "mark('pids', f'{child.pid} {daemon.pid}'); progress(1); time.sleep(600)"
+    )
+    run = place.start(code)
+    run.until_state("running")
+    began = time.monotonic()
+    run.ask("stop", {"grace_s": 0.3})
+    run.until_state("stopping")
+    status = run.ended()
+    assert time.monotonic() - began > 0.3
+    assert (status["state"], status["exit_code"], status["signal"]) == ("killed", 137, "SIGKILL")
+    assert "did not end in time" in status["reason"]
+    assert not any(alive(int(pid)) for pid in (run.path / "pids").read_text().split())
+
+
+def test_what_a_finished_trainer_leaves_running_is_killed(place: Place) -> None:
+    code = (
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "subprocess.run(['sh', '-c', 'setsid sleep 601 & echo $! > ' + str(run_dir / 'daemon')])\n"
+        "mark('child', str(child.pid)); code = leave('finished', 0)"
+    )
+    run = place.start(code)
+    assert run.ended()["state"] == "finished"
+    assert not alive(int((run.path / "child").read_text()))
+    assert not alive(int((run.path / "daemon").read_text()))
+
+
+def test_a_trainer_that_never_shows_progress_is_stalled_and_still_lives(place: Place) -> None:
+    run = place.start(
+        LISTEN + "while not asked: time.sleep(0.01)\ncode = leave('stopped', 3, step=0)", scale=0.005
+    )
+    status = run.until_state("stalled")
+    assert "no first progress" in status["reason"] and alive(status["trainer"]["pid"])
+    run.ask("stop")
+    assert run.ended()["reason"] == "stopped on request at step 0"
+
+
+def test_a_stalled_run_comes_back_when_news_comes(place: Place) -> None:
+    run = place.start(
+        "progress(1); wait_for('go'); progress(2); wait_for('end'); code = leave('finished', 0)"
+    )
+    run.until_state("running")
+    status = run.until_state("stalled")
+    assert "no progress" in status["reason"]
+    (run.path / "go").touch()
+    assert run.until_state("running")["reason"] is None
+    (run.path / "end").touch()
+    assert run.ended()["state"] == "finished"
+
+
+def test_a_supervisor_that_is_told_to_end_has_the_trainer_stop_first(place: Place) -> None:
+    run = place.start(WORK)
+    run.until_state("running")
+    os.kill(run.pid, signal.SIGTERM)
+    status = run.ended()
+    assert status["state"] == "finished" and "stopped" in status["reason"]
+    sent = [r for r in run.records() if r["kind"] == "signal"]
+    assert [(r["name"], r["why"]) for r in sent] == [("SIGTERM", "the supervisor received SIGTERM")]
+
+
+def test_a_trainer_whose_supervisor_was_killed_is_told_to_stop(place: Place) -> None:
+    run = place.start(WORK)
+    trainer = run.until_state("running")["trainer"]["pid"]
+    os.kill(run.pid, signal.SIGKILL)
+    run.until(lambda: not alive(trainer))
+    assert json.loads((run.path / "exit.json").read_bytes())["outcome"] == "stopped"
+    assert run.status()["state"] == "running", "nobody was left to write another"
+    listed = place.command("runs", str(place.workspace))
+    assert json.loads(listed.stdout)["state"] == "lost"
+    refused = run.ask("stop")
+    assert "supervisor is gone" in json.loads(refused.stdout)["error"]
+
+
+def test_the_heartbeat_goes_on_while_nvidia_smi_hangs(place: Place) -> None:
+    script = place.bin / "nvidia-smi"
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.chmod(0o755)
+    run = place.start(WORK, scale=0.01)
+    run.until_state("running")
+    seen: set[float] = set()
+
+    def enough() -> bool:
+        seen.add(run.status()["mono"])
+        return len(seen) > 20
+
+    run.until(enough)
+    times = sorted(seen)
+    assert max(b - a for a, b in itertools.pairwise(times[1:])) < 1.0
+    run.until(lambda: any(r["kind"] == "gpu_problem" for r in run.records()))
+    problem = next(r for r in run.records() if r["kind"] == "gpu_problem")
+    assert "no answer" in problem["text"]
+    run.ask("stop")
+    assert run.ended()["state"] == "finished"
+
+
+def test_signals_for_stacks_and_checkpoints_wait_until_the_trainer_has_handlers(
+    place: Place,
+) -> None:
+    code = (
+        "wait_for('go'); crash.install(run_dir)\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: mark('checkpointed'))\n" + WORK
+    )
+    run = place.start(code)
+    for request in ("stacks", "checkpoint"):
+        assert run.ask(request).returncode == 0
+    run.until(lambda: [r["kind"] for r in run.records()].count("request") == 2)
+    time.sleep(0.1)
+    assert alive(run.status()["trainer"]["pid"])
+    (run.path / "go").touch()
+    run.until((run.path / "checkpointed").exists)
+    dump = run.path / "crash" / "stacks-request.txt"
+    run.until(lambda: b"most recent call first" in dump.read_bytes())
+    assert dump.read_bytes().startswith(b"--- 20")
+    assert run.until_state("running")["exit_code"] is None
+
+
+def test_odd_things_in_control_are_noted_and_harm_nobody(place: Place) -> None:
+    run = place.start(WORK)
+    run.until_state("running")
+    control = run.path / "control"
+    (control / "dance").write_text("{}")
+    (control / "checkpoint").symlink_to("/etc/passwd")
+    (control / "folder").mkdir()
+    os.mkfifo(control / "pipe")
+    (control / ".unfinished").write_text("x")
+    run.until(lambda: {p.name for p in control.iterdir()} == {"folder", ".unfinished"})
+    (control / "stop").write_text("this is not JSON")
+    assert run.ended()["state"] == "finished"
+    names = {r["name"] for r in run.records() if r["kind"] == "request"}
+    assert names == {"dance", "checkpoint", "pipe", "stop"}
+
+
+@pytest.mark.parametrize(
+    ("request_name", "content", "named"),
+    [("dance", b"", "dance"), ("stop", b"[1]", "JSON object"), ("stop", b"{", "JSON object")],
+)
+def test_a_wrong_request_is_refused_before_it_is_written(
+    place: Place, request_name: str, content: bytes, named: str
+) -> None:
+    run = place.start(WORK)
+    done = place.command("control", str(run.path), request_name, stdin=content)
+    assert done.returncode == 1 and named in json.loads(done.stdout)["error"]
+    assert list((run.path / "control").iterdir()) == []
+
+
+def test_a_status_that_cannot_be_written_is_written_later(place: Place) -> None:
+    run = place.start(WORK)
+    run.until_state("running")
+    status = run.path / "status.json"
+    status.rename(run.path / "moved")
+    for _ in range(200):  # a folder in its place: a rename over it fails
+        try:
+            status.mkdir()
+            break
+        except FileExistsError:
+            status.unlink()
+    (status / "in-the-way").touch()
+    time.sleep(0.2)
+    assert alive(run.pid)
+    shutil.rmtree(status)
+    run.until(status.exists)
+    assert run.status()["state"] == "running"
+
+
+def test_a_trainer_that_cannot_be_started_is_failed_and_says_what_is_missing(place: Place) -> None:
+    status = place.start(WORK, python="/nonexistent/python").ended()
+    assert (status["state"], status["trainer"]) == ("failed", None)
+    assert "/nonexistent/python" in status["reason"] and "No such file" in status["reason"]
+
+
+def test_a_second_attempt_is_counted_and_does_not_believe_the_first_ones_word(
+    place: Place,
+) -> None:
+    run = place.start("progress(5); code = leave('finished', 0, step=5)")
+    run.ended()
+    (run.path / "job.toml").write_text("time.sleep(0.2); sys.exit(7)")
+    assert place.command("supervise", str(run.path)).returncode == 7
+    status = run.status()
+    assert (status["attempt"], status["state"], status["exit_code"]) == (2, "failed", 7)
+    assert status["last_progress"] is None
+    assert [r["attempt"] for r in run.records() if r["kind"] == "end"] == [1, 2]
+
+
+def test_a_run_has_one_supervisor_at_a_time(place: Place) -> None:
+    run = place.start(WORK)
+    run.until_state("running")
+    second = place.command("supervise", str(run.path))
+    assert second.returncode == 1 and b"another supervisor" in second.stderr
+    assert b"Traceback" not in second.stderr
+    assert run.status()["supervisor"]["pid"] == run.pid
+
+
+def test_a_supervisor_that_fails_itself_says_so_and_has_the_trainer_stop(place: Place) -> None:
+    with (place.payload / "supervisor.py").open("a") as file:
+        file.write(
+            "\ndef take_requests(control):\n    if (control / 'stop').exists(): 1 / 0\n    return []\n"
+        )
+    run = place.start(WORK)
+    run.until_state("running")
+    run.ask("stop")
+    status = run.ended()
+    assert status["state"] == "failed"
+    assert "supervisor itself failed: ZeroDivisionError" in status["reason"]
+    assert json.loads((run.path / "exit.json").read_bytes())["outcome"] == "stopped"
+    record = json.loads((run.path / "crash" / "thread-supervisor.json").read_bytes())
+    assert "ZeroDivisionError" in record["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("run_id", "order", "named"),
+    [
+        ("Upper", {"run": {"python": "p", "job": "j"}, "job": ""}, "no run id"),
+        ("../x", {"run": {"python": "p", "job": "j"}, "job": ""}, "no run id"),
+        ("x", {"run": {"job": "j"}, "job": ""}, "run.python"),
+        ("x", {"run": {"python": "p", "job": "j", "env": {"A": 1}}, "job": ""}, "run.env"),
+        ("x", {"run": {"python": "p", "job": "j"}}, "stdin"),
+        ("x", ["list"], "stdin"),
+    ],
+)
+def test_a_start_that_cannot_work_is_refused_before_anything_is_written(
+    place: Place, run_id: str, order: Any, named: str
+) -> None:
+    done = place.command("start", str(place.workspace), run_id, stdin=json.dumps(order).encode())
+    answer = json.loads(done.stdout)
+    assert done.returncode == 1 and not answer["ok"] and named in answer["error"]
+    assert not (place.workspace / "runs").exists() or not any((place.workspace / "runs").iterdir())
+
+
+def test_a_supervisor_that_cannot_come_up_is_reported_with_its_own_last_words(place: Place) -> None:
+    (place.payload / "supervisor.py").write_text("raise ImportError('broken payload')")
+    order = json.dumps({"run": {"python": "p", "job": "j"}, "job": ""}).encode()
+    done = place.command("start", str(place.workspace), "x", stdin=order)
+    assert "broken payload" in json.loads(done.stdout)["error"]
+
+
+def test_runs_lists_what_the_workspace_holds_oldest_first(place: Place) -> None:
+    assert place.command("runs", str(place.workspace)).stdout == b""
+    for number, name in enumerate(("zebra", "ant")):
+        place.start("progress(9); code = leave('finished', 0)", name, created=100.0 + number).ended()
+    lines = place.command("runs", str(place.workspace)).stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"id": "zebra", "created": 100.0, "job": "demo", "state": "finished", "step": 9},
+        {"id": "ant", "created": 101.0, "job": "demo", "state": "finished", "step": 9},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "no command"),
+        (["dance"], "dance"),
+        (["feed", "x"], "RUN_DIR NONCE"),
+        (["start", "1", "2", "3"], "WORKSPACE RUN_ID"),
+        (["train", "x", "one"], "ATTEMPT"),
+    ],
+)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_64(
+    arguments: Sequence[str], named: str, as_module: bool
+) -> None:
+    how = ["-m", "remote_payload"] if as_module else [str(ROOT / "remote_payload")]
+    done = subprocess.run([sys.executable, "-S", *how, *arguments], capture_output=True, cwd=ROOT)
+    assert done.returncode == 64 and done.stdout == b""
+    assert named.encode() in done.stderr and done.stderr.count(b"\n") == 1
