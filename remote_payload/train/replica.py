@@ -115,7 +115,8 @@ class Replica:
             if compiled_s and eager_s and wanted == "auto" and compiled_s > eager_s:
                 choice = execution.EAGER
                 reason = f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled"
-        self._use(choice)
+        if choice == execution.EAGER:
+            self._use(choice)
         self._clear()
         return WarmUp(choice, reason, time.perf_counter() - start, eager_s, compiled_s)
 

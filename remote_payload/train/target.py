@@ -9,6 +9,7 @@ Shapes: B rows, L tokens, D width, W = taps * D.
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from pathlib import Path
@@ -29,6 +30,9 @@ class Target:
         self.tap_layers = tap_layers
         self.layers = decoder_layers(model)
         self._taps = _Taps()
+        # transformers 5.24 renames the argument and warns at the old name.
+        named = inspect.signature(type(model).forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"
         for layer in tap_layers:
             self.layers[layer].register_forward_hook(self._keep(layer))
 
@@ -72,7 +76,7 @@ class Target:
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: Any) -> Tensor:
         """Logits [B, L, vocabulary] of `ids` [B, L] after what `cache` holds; the cache grows by L."""
-        logits: Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = self.model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}).logits
         return logits
 
     def tapped(self) -> Tensor:

@@ -101,7 +101,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
                 weight,
                 stop=run.control.stop.is_set(),
                 checkpoint=leads and run.control.checkpoint.is_set(),
-                report=leads and (clock.due() or step + 1 == run.steps),
+                report=leads and (clock.due() or step in (0, run.steps - 1)),
             ),
         )
         status.enter("step", step=step)
