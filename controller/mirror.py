@@ -1,0 +1,359 @@
+"""Keeps a local copy of a run directory, across any number of lost connections.
+
+One thread: take the lock (or wait until its holder is gone), connect, say what we have, write what comes,
+and after any break do it again, with growing waits, for ever. Views never wait for this thread; they read
+the folder (`mirror_reader`, `run_reader`). What is true of the connection stands in `mirror.json`, so a
+view in another process sees it as well.
+
+A socket that says nothing is no sign of life: the feed beats every 2 s, and 15 s without a byte end the
+connection whatever the socket claims. A lost connection says nothing about the run. The mirror ends by
+itself in two cases only: the run has ended and every byte of it is here, or the feed refuses for a reason
+that trying again cannot change.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from controller import paths
+from controller.connecting import Connecting
+from controller.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    DflashctlError,
+    HostKeyError,
+    LocalStateError,
+    PayloadEnvironmentError,
+    ProtocolError,
+)
+from controller.frames import Append, Beat, FeedRefusedError, Frame, FrameDecoder, Hello, Refusal, Replace
+from controller.health import Limits, judge
+from controller.mirror_files import MirrorFiles
+from controller.place import Place, Process
+from controller.text import safe_line
+from controller.timing import SCALE_VARIABLE, Timing, awake_and_asleep
+from remote_payload import rundir
+
+LOG_TAIL_BYTES: Final = 1 << 20
+"""What is taken of a train.log that is attached late, unless all of it is asked for."""
+
+_ONLY_A_PERSON_HELPS = (HostKeyError, AuthenticationError, PayloadEnvironmentError)
+
+
+class Mirror:
+    """The mirror in the folder `directory`, whose `place.json` says where the run is.
+
+    Any number of these may exist for one folder, in one process or many: one writes, the others wait.
+    `whole_log` also fills the holes of train.log. `once` ends after everything that the first beat
+    announces has arrived, at the first failure, or when another mirror holds the folder.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        place_opener: Callable[[], Place],
+        timing: Timing | None = None,
+        whole_log: bool = False,
+        once: bool = False,
+    ) -> None:
+        self._directory = directory
+        self._opener = place_opener
+        self._timing = timing or Timing.from_environment()
+        self._whole_log = whole_log
+        self._once = once
+        self._files = MirrorFiles(directory)
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._news = threading.Condition()
+        self._news_count = 0
+        self._thread: threading.Thread | None = None
+        self._tries = 0
+        self._since: tuple[str, float] = ("", 0.0)
+        self._next_save = 0.0
+        self._differences: collections.deque[float] = collections.deque(maxlen=30)
+        self.error: DflashctlError | None = None
+        """The newest trouble; None while connected."""
+        self.holds_lock = False
+        """Whether this mirror is the one that writes."""
+
+    def start(self) -> None:
+        """Begin, in a thread of its own. Once only."""
+        assert self._thread is None
+        # A daemon: a place that hangs in its connection must not keep a view from ending.
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """End, and give the lock back; waits for that at most `timeout` seconds."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def poke(self) -> None:
+        """Try to connect now instead of at the end of the wait."""
+        self._wake.set()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives: False when the run is here whole, refused, or after `stop`."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def news_count(self) -> int:
+        """Rises whenever something was written or the connection changed."""
+        return self._news_count
+
+    def wait_for_news(self, seen: int, timeout: float) -> int:
+        """Wait until `news_count` is not `seen` any more, or `timeout` seconds; returns it."""
+        with self._news:
+            self._news.wait_for(lambda: self._news_count != seen or not self.running, timeout)
+            return self._news_count
+
+    def _announce(self) -> None:
+        with self._news:
+            self._news_count += 1
+            self._news.notify_all()
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    if self._files.lock():
+                        self.holds_lock = True
+                        self._hold()
+                        return
+                    self.error = None
+                    if self._once:
+                        return
+                    self._stop.wait(self._timing.lock_s)
+                except LocalStateError as error:  # a full disk, a read-only folder: they may pass
+                    self.error = error
+                    self._announce()
+                    self._files.close()
+                    self._files = MirrorFiles(self._directory)
+                    self.holds_lock = False
+                    if self._once:
+                        return
+                    self._stop.wait(self._timing.backoff[-1])
+        finally:
+            self._files.close()
+            self.holds_lock = False
+            self._announce()
+
+    def _hold(self) -> None:
+        """All that the writer of the folder does, until there is nothing more to do."""
+        left = self._files.load()
+        for key in ("last_heard", "beat", "clock_difference_s"):  # still the newest that is known
+            self._files.connection[key] = left.get(key)
+        if left.get("state") == "ended" and not (self._whole_log and self._has_holes()):
+            return
+        self._say("connecting")
+        while not self._stop.is_set():
+            try:
+                if self._follow():
+                    return
+                continue
+            except FeedRefusedError as error:
+                self._say("refused", error)
+                return
+            except LocalStateError:
+                raise
+            except DflashctlError as error:
+                trouble = error
+            except Exception as error:  # a defect: say so, and go on as after any break
+                trouble = ConnectionLostError(
+                    f"unexpected {type(error).__name__}: {error}", "this is a defect of dflashctl"
+                )
+            if self._once:
+                self._say("reconnecting", trouble)
+                return
+            self._pause(trouble)
+
+    def _pause(self, error: DflashctlError) -> None:
+        timing = self._timing
+        self._tries += 1
+        if isinstance(error, _ONLY_A_PERSON_HELPS):
+            state, wait = "refused", timing.refused_s
+        else:
+            state = "reconnecting"
+            wait = timing.backoff[min(self._tries, len(timing.backoff)) - 1]
+        wait *= 1 + timing.jitter * random.random()
+        self._wake.clear()
+        if self._stop.is_set():
+            return
+        self._say(state, error, next_try=time.time() + wait)
+        until = time.monotonic() + wait
+        while (left := until - time.monotonic()) > 0:
+            if self._wake.wait(min(left, timing.beat_s)):
+                return
+            self._files.save()  # a sign of life of the writer
+
+    def _say(self, state: str, error: DflashctlError | None = None, next_try: float | None = None) -> None:
+        """Write `mirror.json` with a new state of the connection."""
+        if state != self._since[0]:
+            self._since = (state, time.time())
+        self.error = error
+        self._files.connection |= {
+            "state": state,
+            "since": round(self._since[1], 3),
+            "tries": self._tries,
+            "next_try": None if next_try is None else round(next_try, 3),
+            "error": safe_line(error.message) if error else None,
+            "hint": safe_line(error.hint) if error and error.hint else None,
+        }
+        self._save()
+
+    def _save(self) -> None:
+        self._files.save()
+        self._next_save = time.monotonic() + self._timing.beat_s
+        self._announce()
+
+    def _has_holes(self) -> bool:
+        log = self._files.files.get(rundir.TRAIN_LOG)
+        return log is not None and log.extents.missing > 0
+
+    def _follow(self) -> bool:
+        """One connection, from its making to its end; True when nothing more is to be done."""
+        nonce = secrets.token_hex(16)
+        run_id, argv = self._feed(nonce)
+        with Connecting(self._opener, argv) as connecting:
+            while not connecting.wait(self._timing.poll_s):
+                if self._stop.is_set():
+                    return True
+                if time.monotonic() >= self._next_save:
+                    self._save()
+            process = connecting.process
+            have = self._files.have(whole_log=self._whole_log)
+            tail = None if self._whole_log else LOG_TAIL_BYTES
+            process.send(rundir.encode({"have": have, "log_tail": tail}))
+            return self._pump(process, FrameDecoder(nonce), run_id)
+
+    def _feed(self, nonce: str) -> tuple[str, list[str]]:
+        """The run's id and the command of its feed."""
+        path = self._directory / paths.PLACE
+        place = rundir.read_whole(path) or {}
+        keys = ("run_id", "python", "payload_dir", "run_dir")
+        for key in keys:
+            if not isinstance(place.get(key), str):
+                raise LocalStateError(
+                    f"{path}: no {key!r}; the file is absent or was not written by a launch",
+                    "without it nobody knows where the run is; launch anew",
+                )
+        run_id, python, payload_dir, run_dir = (place[key] for key in keys)
+        argv = [python, f"{payload_dir}/remote_payload", "feed", run_dir, nonce]
+        if self._timing.scale != 1:
+            argv = ["env", f"{SCALE_VARIABLE}={self._timing.scale:g}", *argv]
+        return run_id, argv
+
+    def _pump(self, process: Process, decoder: FrameDecoder, run_id: str) -> bool:
+        timing = self._timing
+        now = awake_and_asleep()
+        next_ping = now + timing.ping_s
+        dead_at = now + timing.hello_s
+        greeted = False
+        while not self._stop.is_set():
+            data = process.receive(timing.poll_s)
+            now = awake_and_asleep()
+            if data == b"":
+                raise _ended(process, decoder)
+            if data is None:
+                if now >= dead_at:
+                    raise ConnectionLostError(_silence(timing, decoder, greeted))
+            else:
+                if greeted:
+                    dead_at = now + timing.silence_s
+                for frame in decoder.feed(data):
+                    if isinstance(frame, Hello):
+                        if frame.run != run_id:
+                            said = safe_line(frame.run)
+                            raise FeedRefusedError(f"the feed serves run {said!r}, not {run_id!r}")
+                        greeted = True
+                        dead_at = now + timing.silence_s
+                    if self._take(frame, greeted):
+                        return True
+                self._files.connection["last_heard"] = round(time.time(), 3)
+                self._announce()
+            if now >= next_ping:
+                process.send(b"{}\n")
+                next_ping = now + timing.ping_s
+            if time.monotonic() >= self._next_save:
+                self._save()
+        return True
+
+    def _take(self, frame: Frame, greeted: bool) -> bool:
+        """Act on one frame; True when it was the last one needed."""
+        match frame:
+            case Append():
+                self._files.append(frame)
+            case Replace():
+                self._files.replace(frame)
+            case Hello():
+                self._differences.clear()
+                self._say("connected")
+            case Refusal():
+                message = f"the feed says: {safe_line(frame.text)}"
+                if greeted:
+                    raise ProtocolError(message)
+                raise FeedRefusedError(message)
+            case Beat():
+                return self._take_beat(frame)
+        return False
+
+    def _take_beat(self, beat: Beat) -> bool:
+        self._tries = 0
+        now = time.time()
+        if beat.t is not None:
+            # What a beat waited on its way makes the container look slow: the least late one is nearest.
+            self._differences.append(beat.t - now)
+            self._files.connection["clock_difference_s"] = round(max(self._differences), 3)
+        self._files.connection |= {"beat": beat.record, "last_heard": round(now, 3), "tries": 0}
+        self._files.note(beat)
+        complete = self._files.complete(beat, whole_log=self._whole_log)
+        if complete and self._over(beat):
+            self._say("ended")
+            return True
+        self._save()
+        return complete and self._once
+
+    def _over(self, beat: Beat) -> bool:
+        """Whether nothing will follow: nobody is there any more, and how it ended is known."""
+        if "alive" in (beat.supervisor, beat.trainer):
+            return False
+        health = judge(
+            status=rundir.read_whole(self._directory / rundir.STATUS),
+            exit_record=rundir.read_whole(self._directory / rundir.EXIT),
+            mirror=self._files.connection,
+            progress_t=None,
+            now=time.time(),
+            limits=Limits().scaled(self._timing.scale),
+        )
+        return health.word.ended
+
+
+def _silence(timing: Timing, decoder: FrameDecoder, greeted: bool) -> str:
+    if greeted:
+        return f"nothing was heard for {timing.silence_s:g} s"
+    if decoder.started:
+        return f"the feed started and said nothing for {timing.hello_s:g} s"
+    return f"the feed did not start within {timing.hello_s:g} s"
+
+
+def _ended(process: Process, decoder: FrameDecoder) -> DflashctlError:
+    """Why a feed's output ended, in one sentence."""
+    status = process.wait(1.0)
+    said: Any = process.stderr.strip() or (b"" if decoder.started else decoder.noise.strip())
+    last = safe_line(said.decode(errors="replace").strip().rsplit("\n", 1)[-1])
+    how = "ended" if status is None else f"ended with status {status}"
+    what = "the feed" if decoder.started else "the command that starts the feed"
+    return ConnectionLostError(f"{what} {how}" + (f": {last}" if last else ""))

@@ -1,0 +1,243 @@
+"""The writing half of a mirror folder: the lock, the files, and what `mirror.json` says of them.
+
+The promise is that every byte inside an extent equals the remote's, whatever dies when. It rests on three
+orders of writing:
+
+1. bytes reach the disk before the extents that claim them do (`save` syncs the files first);
+2. when a file begins anew (another generation), `mirror.json` gives its extents up before the local file
+   is cut, so a reader who sees new bytes also sees the new generation;
+3. what lies behind the last extent when a folder is taken over was written by a process that died before it
+   could claim it: it is cut off and asked for again.
+
+From 2 and from appends that only ever continue the last extent follows the rule for readers: bytes from
+the end of the last extent to the end of the file are good too, as long as the generation in `mirror.json`,
+read after them, is still the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from controller.errors import LocalStateError, ProtocolError
+from controller.extents import Extents
+from controller.frames import Append, Beat, Replace
+from remote_payload import rundir
+
+LOCK: Final = "mirror.lock"
+MIRROR: Final = "mirror.json"
+HEAD_BYTES: Final = 4096
+"""How much of a file's beginning is compared to notice that it is another one."""
+MAX_FILES: Final = 1000
+"""More appended files than this (all but four in `crash/`) are not a run's."""
+
+
+class MirroredFile:
+    """What is known of one appended file."""
+
+    __slots__ = ("descriptor", "dirty", "extents", "generation", "size")
+
+    def __init__(self, generation: int, size: int, extents: Extents) -> None:
+        self.generation = generation
+        self.size = size
+        self.extents = extents
+        self.descriptor = -1
+        self.dirty = False
+
+
+class MirrorFiles:
+    """One mirror folder, open for writing. Every method may raise LocalStateError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.connection: dict[str, Any] = {}
+        """The fields of `mirror.json` that do not concern files; written by the next `save`."""
+        self.record: dict[str, Any] = {}
+        """`mirror.json` as last written."""
+        self.files: dict[str, MirroredFile] = {}
+        self._lock = -1
+
+    def lock(self) -> bool:
+        """Try to become the folder's one writer."""
+        assert self._lock < 0
+        try:
+            descriptor = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._trouble("cannot open", LOCK, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except OSError as error:
+            os.close(descriptor)
+            raise self._trouble("cannot lock", LOCK, error) from error
+        self._lock = descriptor
+        return True
+
+    @property
+    def locked(self) -> bool:
+        """Whether this object is the folder's writer."""
+        return self._lock >= 0
+
+    def close(self) -> None:
+        """Close the files and give the lock back."""
+        for file in self.files.values():
+            if file.descriptor >= 0:
+                os.close(file.descriptor)
+                file.descriptor = -1
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def load(self) -> dict[str, Any]:
+        """Take over what the last writer left; returns its `mirror.json` (empty: there is none)."""
+        assert self.locked
+        self.record = rundir.read_whole(self.directory / MIRROR) or {}
+        listed = self.record.get("files")
+        for name, entry in listed.items() if isinstance(listed, dict) else ():
+            generation = entry.get("generation") if isinstance(entry, dict) else None
+            if name in rundir.REPLACED or not rundir.is_mirrored(name) or type(generation) is not int:
+                continue
+            file = MirroredFile(generation, 0, Extents.from_json(entry.get("extents")))
+            self.files[name] = file
+            local = os.fstat(self._descriptor(name, file)).st_size
+            file.extents.clip(local)
+            file.size = file.extents.end
+            if local > file.extents.end:
+                self._cut(name, file, file.extents.end)
+        return self.record
+
+    def have(self, *, whole_log: bool) -> dict[str, dict[str, Any]]:
+        """What the feed is told that we have. `whole_log`: holes in train.log are to be filled too."""
+        told: dict[str, dict[str, Any]] = {}
+        for name, file in self.files.items():
+            size = self._wanted_from(name, file, whole_log)
+            head = min(HEAD_BYTES, size, file.extents.prefix)
+            try:
+                content = os.pread(self._descriptor(name, file), head, 0)
+            except OSError as error:
+                raise self._trouble("cannot read", name, error) from error
+            told[name] = {
+                "generation": file.generation,
+                "size": size,
+                "head": len(content),
+                "head_sha256": hashlib.sha256(content).hexdigest(),
+            }
+        return told
+
+    @staticmethod
+    def _wanted_from(name: str, file: MirroredFile, whole_log: bool) -> int:
+        tail_is_enough = name == rundir.TRAIN_LOG and not whole_log
+        return file.extents.end if tail_is_enough else file.extents.prefix
+
+    def append(self, frame: Append) -> None:
+        """Write a piece of an appended file. Raises ProtocolError when bytes before it are missing."""
+        file = self.files.get(frame.file)
+        if file is None:
+            if len(self.files) >= MAX_FILES:
+                raise ProtocolError(f"the feed sent more than {MAX_FILES} files")
+            file = self.files[frame.file] = MirroredFile(frame.generation, 0, Extents())
+            self._cut(frame.file, file, 0)
+        elif file.generation != frame.generation:
+            file.generation, file.size, file.extents = frame.generation, 0, Extents()
+            self.save()
+            self._cut(frame.file, file, 0)
+        if file.extents and frame.offset > file.extents.end:
+            raise ProtocolError(
+                f"the feed left out bytes {file.extents.end} to {frame.offset} of {frame.file}"
+            )
+        if not frame.data:
+            return
+        begins = not file.extents
+        descriptor = self._descriptor(frame.file, file)
+        view, offset = memoryview(frame.data), frame.offset
+        try:
+            while view:
+                written = os.pwrite(descriptor, view, offset)
+                view, offset = view[written:], offset + written
+        except (OSError, OverflowError) as error:
+            raise self._trouble("cannot write", frame.file, error) from error
+        file.extents.add(frame.offset, offset)
+        file.size = max(file.size, offset)
+        file.dirty = True
+        if begins:
+            self.save()  # before this, no reader knows where the bytes begin
+
+    def replace(self, frame: Replace) -> None:
+        """Replace a small file."""
+        try:
+            rundir.write_whole(self.directory / frame.file, frame.data)
+        except OSError as error:
+            raise self._trouble("cannot write", frame.file, error) from error
+
+    def note(self, beat: Beat) -> None:
+        """Take over the sizes that a beat announces; files that are empty there are empty here."""
+        for name, (generation, size) in beat.files.items():
+            known = self.files.get(name)
+            if known is None or known.generation != generation:
+                self.append(Append(name, generation, 0, b""))
+            file = self.files[name]
+            file.size = max(size, file.extents.end)
+
+    def complete(self, beat: Beat, *, whole_log: bool) -> bool:
+        """Whether every byte that `beat` announces is here."""
+        for name, (generation, size) in beat.files.items():
+            file = self.files.get(name)
+            if file is None:
+                if size:
+                    return False
+            elif file.generation != generation or self._wanted_from(name, file, whole_log) < size:
+                return False
+        return True
+
+    def save(self) -> None:
+        """Sync what was written, then write `mirror.json`."""
+        assert self.locked
+        try:
+            for file in self.files.values():
+                if file.dirty:
+                    getattr(os, "fdatasync", os.fsync)(file.descriptor)
+                    file.dirty = False
+            self.record = rundir.stamp("mirror", self.connection) | {
+                "pid": os.getpid(),
+                "files": {
+                    name: {
+                        "generation": file.generation,
+                        "size": file.size,
+                        "extents": file.extents.to_json(),
+                    }
+                    for name, file in self.files.items()
+                },
+            }
+            rundir.write_whole(self.directory / MIRROR, rundir.encode(self.record))
+        except OSError as error:
+            raise self._trouble("cannot write", MIRROR, error) from error
+
+    def _descriptor(self, name: str, file: MirroredFile) -> int:
+        if file.descriptor < 0:
+            path = self.directory / name
+            try:
+                if name.startswith(f"{rundir.CRASH}/"):
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                file.descriptor = os.open(path, flags, 0o600)
+            except OSError as error:
+                raise self._trouble("cannot open", name, error) from error
+        return file.descriptor
+
+    def _cut(self, name: str, file: MirroredFile, size: int) -> None:
+        try:
+            os.ftruncate(self._descriptor(name, file), size)
+        except OSError as error:
+            raise self._trouble("cannot cut", name, error) from error
+
+    def _trouble(self, what: str, name: str, error: Exception) -> LocalStateError:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        return LocalStateError(
+            f"{what} {self.directory / name}: {why}",
+            "the mirror goes on when the folder can be written again",
+        )
