@@ -1,0 +1,192 @@
+"""What only a GPU can show: the block mask in FlexAttention, compiled replicas in threads, two devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from remote_payload import rundir
+from remote_payload.job import Job
+from remote_payload.train import execution
+from remote_payload.train.batch import BatchMaker, Row, RowShape
+from remote_payload.train.dataset import Dataset
+from remote_payload.train.drafter import DrafterConfig
+from remote_payload.train.mask import block_mask, dense_mask, mask_mod
+from remote_payload.train.metrics import Statistics
+from remote_payload.train.objective import weighted_first
+from remote_payload.train.pipeline import on_device
+from remote_payload.train.replica import Replica
+from remote_payload.train.target import Target
+from tests.payload.tiny import MASK, VOCABULARY, job_values, random_samples, write_arrow, write_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(500),
+]
+
+SHAPE = RowShape(token_budget=512, anchors=64, block_size=8, mask_token_id=MASK, gamma=4.0)
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+
+
+def rows(folder: Path, count: int, seed: int = 0) -> list[tuple[Row, int]]:
+    """`count` random rows of SHAPE with the real tokens of each; some slots stay empty."""
+    samples, prompts = random_samples(200, seed=seed, low=8, high=120)
+    dataset = Dataset.open(write_arrow(folder / f"rows{seed}.arrow", samples, prompts))
+    maker = BatchMaker(dataset, SHAPE, seed=seed, vocabulary=VOCABULARY, pad_id=0)
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        chosen = random.choice(200, int(random.integers(1, 5)), replace=False)
+        batch = maker.make(chosen, 0, 0, number)
+        made.append((batch.row, batch.tokens))
+    return made
+
+
+def test_flex_attention_with_the_block_mask_equals_dense_attention_forward_and_backward(
+    tmp_path: Path,
+) -> None:
+    device = torch.device("cuda:0")
+    context, queries = SHAPE.token_budget, SHAPE.anchors * SHAPE.block_size
+    attention: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    for row, _ in rows(tmp_path, 4):
+        starts, anchors = row.starts.to(device), row.anchors.to(device)
+        q = torch.randn(1, 4, queries, 64, device=device, requires_grad=True)
+        k, v = (torch.randn(1, 2, context + queries, 64, device=device, requires_grad=True) for _ in "kv")
+        sees = mask_mod(starts, anchors, context, SHAPE.block_size)
+        tiles = block_mask(starts, anchors, context, SHAPE.block_size, sees)
+        dense = dense_mask(starts, anchors, context, SHAPE.block_size)
+        slope = torch.randn(1, 4, queries, 64, device=device)
+        flexed = attention(q, k, v, block_mask=tiles, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+        results = [(out, *torch.autograd.grad(out, (q, k, v), slope)) for out in (flexed, exact)]
+        for flex, oracle in zip(*results, strict=True):
+            # TF32 inside Triton's dot: relative 1e-3 of the largest value.
+            assert (flex - oracle).abs().max() <= 4e-3 * oracle.abs().max()
+
+
+def make_replica(folder: Path, device: torch.device, dtype: str) -> Replica:
+    """A replica of a small drafter over a random target on `device`."""
+    if not (folder / "wide").exists():
+        write_model(folder / "wide", **WIDE)
+    target = Target.load(folder / "wide", (1, 2, 4), device=device, dtype=torch.float32)
+    config = DrafterConfig.for_target(
+        target.model.config, layers=2, tap_layers=(1, 2, 4), block_size=8, mask_token_id=MASK
+    )
+    values = job_values(folder, target=str(folder / "wide"), compute_dtype=dtype, layers=2)
+    job = Job.from_mapping(values, "test")
+    return Replica(0, device, job, config, SHAPE, Statistics(8, 3), target)
+
+
+def run_rows(replica: Replica, given: list[tuple[Row, int]]) -> list[tuple[float, Tensor]]:
+    """Loss and gradient of each row, with features that are the same for the same row."""
+    out = []
+    for number, (row, tokens) in enumerate(given):
+        generator = torch.Generator(replica.device).manual_seed(number)
+        replica.features[:tokens] = torch.randn(
+            tokens, replica.features.shape[1], generator=generator, device=replica.device
+        ).to(replica.features)
+        replica.load(None, row)
+        replica.statistics.zero_()
+        replica.run_row(row, 0, first=True)
+        loss = float(replica.statistics[2 + 2 * 7])
+        out.append((loss, replica.weights.local.clone()))
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 5e-3), ("bfloat16", 4e-2)])
+def test_a_compiled_replica_equals_an_eager_one_and_never_recompiles(
+    tmp_path: Path, dtype: str, bound: float
+) -> None:
+    device = torch.device("cuda:0")
+    given = rows(tmp_path, 200)
+    with on_device(device):
+        eager, compiled = (make_replica(tmp_path, device, dtype) for _ in range(2))
+        assert eager.warm_up("eager").execution == execution.EAGER
+        result = compiled.warm_up("compiled")
+        assert result.execution == execution.COMPILED, result.reason
+        graphs = execution.compiled_graphs()
+        pairs = zip(run_rows(eager, given), run_rows(compiled, given), strict=True)
+        for (row, _), ((loss, slope), (other_loss, other_slope)) in zip(given, pairs, strict=True):
+            assert other_loss == pytest.approx(loss, rel=bound), weighted_first(row.weights)[1]
+            assert (slope - other_slope).norm() <= bound * slope.norm()
+    assert execution.compiled_graphs() == graphs
+
+
+def test_two_replicas_compile_and_run_in_two_threads(tmp_path: Path) -> None:
+    devices = [torch.device(f"cuda:{i % torch.cuda.device_count()}") for i in range(2)]
+    given = rows(tmp_path, 10)
+    write_model(tmp_path / "wide", **WIDE)
+    losses: dict[int, list[float]] = {}
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with on_device(devices[number]):
+                replica = make_replica(tmp_path, devices[number], "bfloat16")
+                with execution.WARM_UP_LOCK:
+                    result = replica.warm_up("compiled")
+                assert result.execution == execution.COMPILED, result.reason
+                losses[number] = [loss for loss, _ in run_rows(replica, given)]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def train(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
+    """Run the trainer in a process of its own; returns its run directory and exit record."""
+    run_dir = folder / "runs" / name
+    run_dir.mkdir(parents=True)
+    if not (folder / "wide").exists():
+        write_model(folder / "wide", **WIDE)
+    values = job_values(
+        folder,
+        target=str(folder / "wide"),
+        target_dtype="float32",
+        compute_dtype="float32",
+        token_budget=256,
+        anchors=32,
+        steps=40,
+        rows_per_step=2,
+        execution="auto",
+        block_size=8,
+        **changes,
+    )
+    (run_dir / rundir.JOB).write_text(Job.from_mapping(values, "test").to_toml())
+    command = [sys.executable, str(Path(rundir.__file__).parent), "train", str(run_dir), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=450, env=os.environ, check=False)
+    sys.stdout.write(done.stdout[-4000:] + done.stderr[-4000:])
+    record = json.loads((run_dir / rundir.EXIT).read_text())
+    assert done.returncode == 0, record
+    return run_dir, record
+
+
+def test_a_run_with_two_targets_and_two_drafters_equals_one_and_one(tmp_path: Path) -> None:
+    second = f"cuda:{1 % torch.cuda.device_count()}"
+    one, record = train(tmp_path, "one", targets=["cuda:0"], drafters=["cuda:0"])
+    two, other = train(tmp_path, "two", targets=["cuda:0", second], drafters=["cuda:0", second])
+    assert record["execution"] == other["execution"] == "compiled"
+    mine, theirs = (load_file(r / record["checkpoint"] / "model.safetensors") for r in (one, two))
+    for name, weight in mine.items():
+        # 40 AdamW steps at 1e-2 over gradients that are summed in another order.
+        assert (weight - theirs[name]).norm() <= 2e-2 * weight.norm(), name
