@@ -133,6 +133,8 @@ def _prepare(
 def _start(place: Place, payload: Payload, job: Job, job_name: str) -> LaunchedRun:
     host = place.description
     run_id = new_run_id(job_name, time.time())
+    while paths.mirror_dir(run_id, place.host).exists():  # the folder below must be ours alone
+        run_id = new_run_id(job_name, time.time())
     payload_dir = f"{place.workspace}/payloads/{payload.digest}"
     run_dir = f"{place.workspace}/runs/{run_id}"
     created = round(time.time(), 3)

@@ -1,0 +1,214 @@
+"""Launching on this machine: real processes, the real supervisor, and a trainer of three lines."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from controller import launch as launching
+from controller import local, paths
+from controller.errors import (
+    ConnectionLostError,
+    LaunchError,
+    LocalStateError,
+    PayloadEnvironmentError,
+    RunLostError,
+)
+from controller.inventory import Host
+from controller.launch import LaunchedRun, RunPlace, launch, new_run_id, stop
+from controller.ship import PACKAGE, pack
+from remote_payload import rundir
+from remote_payload.job import Job
+
+TRAINER = """\
+import os, sys, time
+def main(run_dir, attempt):
+    print("trained", os.environ.get("COLOR"), os.environ.get("SECRET"), flush=True)
+    time.sleep(float(os.environ.get("SLEEP", "0")))
+    return 0
+"""
+JOB = Job.from_mapping({"target": "t", "dataset": "d", "mask_token_id": 1, "seed": 7}, "test")
+
+
+@pytest.fixture(autouse=True)
+def _light_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "source" / "remote_payload"
+    ignored = shutil.ignore_patterns("train", "tools", "jobs", "__pycache__")
+    shutil.copytree(PACKAGE, copy, ignore=ignored)
+    (copy / "train").mkdir()
+    (copy / "train" / "__init__.py").write_text("")
+    (copy / "train" / "main.py").write_text(TRAINER)
+    monkeypatch.setattr(launching, "pack", lambda: pack(copy))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.1")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(name="here", kind="local", workspace=str(tmp_path / "w"), env={"COLOR": "blue"})
+
+
+@pytest.fixture
+def sleeping(host: Host) -> Iterator[LaunchedRun]:
+    run = launch(host.model_copy(update={"env": {"SLEEP": "60"}}), JOB, "sleeper")
+    deadline = time.monotonic() + 20
+    while not (Path(run.run_dir) / rundir.TRAIN_LOG).read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield run
+    with contextlib.suppress(RunLostError):  # it has ended
+        stop(RunPlace.read(run.local_dir), grace_s=0.1)
+
+
+def wait_for(run: LaunchedRun, state: str) -> dict[str, object]:
+    deadline = time.monotonic() + 20
+    while (status := rundir.read_whole(Path(run.run_dir) / rundir.STATUS) or {}).get("state") != state:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.02)
+    return status
+
+
+def test_a_run_id_is_one_whatever_the_job_is_called() -> None:
+    for name in ("demo", "Mine & Yours", "ünï", "", "x" * 99, "-"):
+        assert rundir.is_run_id(new_run_id(name, time.time())), name
+    then = time.mktime((2025, 11, 30, 2, 31, 0, 0, 0, -1))
+    assert new_run_id("demo", then)[:-4] == "demo-1130-0231-"
+    assert new_run_id("demo", then) != new_run_id("demo", then)
+
+
+def test_a_launch_starts_the_job_detached_with_everything_it_needs(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    said: list[str] = []
+    run = launch(host, JOB, "tiny", say=said.append)
+    wait_for(run, "finished")
+    folder = Path(run.run_dir)
+    record = rundir.read_whole(folder / rundir.RUN)
+    assert record is not None
+    assert {key: record[key] for key in ("kind", "id", "payload", "place", "host", "hosts", "job")} == {
+        "kind": "run",
+        "id": run.run_id,
+        "payload": run.digest,
+        "place": "here",
+        "host": "local",
+        "hosts": ["local"],
+        "job": "tiny",
+    }
+    assert record["env"] == {"COLOR": "blue"}
+    assert (folder / rundir.JOB).read_text() == JOB.to_toml()
+    assert (folder / rundir.TRAIN_LOG).read_text() == "trained blue None\n"
+    assert "sent" in " ".join(said)
+
+
+def test_the_run_can_be_reached_again_by_its_local_folder(host: Host) -> None:
+    run = launch(host, JOB, "tiny")
+    assert paths.find_run(None) == run.local_dir == paths.mirror_dir(run.run_id, "local")
+    place = RunPlace.read(run.local_dir)
+    assert (place.host, place.run_id, place.run_dir) == (host, run.run_id, run.run_dir)
+    assert (place.payload_dir, place.digest, place.job_name) == (run.payload_dir, run.digest, "tiny")
+    wait_for(run, "finished")
+
+
+def test_a_relaunch_takes_two_commands_and_sends_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for(launch(host, JOB, "tiny"), "finished")
+    commands = []
+
+    class Counted(local.LocalProcess):
+        def __init__(self, argv: list[str]) -> None:
+            commands.append(argv)
+            super().__init__(argv)
+
+    monkeypatch.setattr(local, "LocalProcess", Counted)
+    said: list[str] = []
+    run = launch(host, JOB, "tiny", say=said.append, progress=lambda *_: pytest.fail("sent again"))
+    assert len(commands) == 2
+    assert "is there already" in said[0]
+    wait_for(run, "finished")
+
+
+def test_no_argument_of_any_command_holds_a_variable_of_the_trainer(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+    original = local.LocalProcess.__init__
+
+    def noted(self: local.LocalProcess, argv: list[str]) -> None:
+        commands.append(" ".join(argv))
+        original(self, argv)
+
+    monkeypatch.setattr(local.LocalProcess, "__init__", noted)
+    run = launch(host.model_copy(update={"env": {"HF_TOKEN": "hf_secret"}}), JOB, "tiny")
+    assert commands
+    assert not [command for command in commands if "hf_secret" in command]
+    wait_for(run, "finished")
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(host: Host, tmp_path: Path) -> None:
+    venv = tmp_path / "bare venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    with pytest.raises(PayloadEnvironmentError) as caught:
+        launch(host.model_copy(update={"venv": str(venv)}), JOB, "tiny")
+    assert f"torch is not installed in {venv}/bin/python" in caught.value.message
+    assert f"'{venv}/bin/python' -m pip install 'torch>=2.11' 'transformers>=5.17'" in caught.value.hint
+    assert paths.known_runs() == []
+
+
+def test_a_job_for_gpus_that_are_not_there_is_refused_before_anything_starts(host: Host) -> None:
+    values = {"target": "t", "dataset": "d", "mask_token_id": 1, "targets": ["cuda:0"]}
+    with pytest.raises(PayloadEnvironmentError, match="the job names cuda:0, but"):
+        launch(host, Job.from_mapping(values, "test"), "gpu")
+    assert not (Path(host.workspace) / "runs").exists()
+
+
+def test_a_start_that_is_refused_leaves_no_run_behind(host: Host) -> None:
+    Path(host.workspace).mkdir()
+    (Path(host.workspace) / "runs").write_text("in the way")
+    with pytest.raises(LaunchError, match=r"the run was not started: .*runs/tiny-"):
+        launch(host, JOB, "tiny")
+    assert paths.known_runs() == []
+
+
+def test_a_connection_that_breaks_during_the_start_leaves_a_run_to_ask_about(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "COMMAND_S", 0.0)
+    with pytest.raises(ConnectionLostError) as caught:
+        launch(host, JOB, "tiny")
+    (known,) = paths.known_runs()
+    assert caught.value.hint == f"Whether it started says: dflashctl status {known.run_id}"
+
+
+def test_a_stop_reaches_the_trainer_and_says_who_asked(host: Host, sleeping: LaunchedRun) -> None:
+    stop(RunPlace.read(sleeping.local_dir), grace_s=5)
+    wait_for(sleeping, "killed")  # this trainer does not mind SIGTERM
+    lines = (Path(sleeping.run_dir) / rundir.SUPERVISOR_LOG).read_bytes().splitlines()
+    requests = [record for record in map(json.loads, lines) if record["kind"] == "request"]
+    assert [(record["name"], record["by"]) for record in requests] == [("stop", launching.by())]
+
+
+def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:
+    run = launch(host, JOB, "tiny")
+    wait_for(run, "finished")
+    deadline = time.monotonic() + 10
+    while True:  # the supervisor writes its last status before it leaves
+        try:
+            stop(RunPlace.read(run.local_dir))
+        except RunLostError as error:
+            assert "the run has ended (finished)" in error.message
+            break
+        assert time.monotonic() < deadline
+
+
+def test_a_damaged_place_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / paths.PLACE).write_text("{}")
+    with pytest.raises(LocalStateError, match=r"place\.json: is damaged"):
+        RunPlace.read(tmp_path)
+    with pytest.raises(LocalStateError, match="cannot be read"):
+        RunPlace.read(tmp_path / "absent")
