@@ -1,0 +1,39 @@
+"""The command line as a process of its own, as a user starts it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(*arguments: str) -> list[str]:
+    """argv of `dflashctl ARGUMENTS`, by the code of this tree."""
+    code = "import sys; from controller.cli import main; sys.exit(main())"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Nothing of the tester's own settings, fast clocks, and `changes`."""
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT),
+        "DFLASHCTL_TIME_SCALE": "0.1",
+        **changes,
+    }
+
+
+def dflashctl(
+    *arguments: str, env: Mapping[str, str], timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run `dflashctl ARGUMENTS` to its end."""
+    return subprocess.run(
+        command(*arguments),
+        env=environment(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
