@@ -251,7 +251,7 @@ class Mirror:
                     "without it nobody knows where the run is; launch anew",
                 )
         run_id, python, payload_dir, run_dir = (place[key] for key in keys)
-        argv = [python, f"{payload_dir}/remote_payload", "feed", run_dir, nonce]
+        argv = [python, "-S", f"{payload_dir}/remote_payload", "feed", run_dir, nonce]
         if self._timing.scale != 1:
             argv = ["env", f"{SCALE_VARIABLE}={self._timing.scale:g}", *argv]
         return run_id, argv

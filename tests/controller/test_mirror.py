@@ -109,7 +109,7 @@ def test_the_command_of_the_feed_names_run_and_scale(remote: Remote, mirrors: Ca
     until(lambda: line.argvs)
     argv = list(line.argvs[0])
     assert argv[:2] == ["env", "DFLASHCTL_TIME_SCALE=0.01"]
-    assert argv[2:6] == ["/w/python", "/w/payloads/d/remote_payload", "feed", "/w/runs/run-1"]
+    assert argv[2:7] == ["/w/python", "-S", "/w/payloads/d/remote_payload", "feed", "/w/runs/run-1"]
 
 
 @pytest.mark.parametrize("seed", range(8))
