@@ -82,6 +82,7 @@ class GpuSampler:
         self._known: dict[str, str] = {}  # uuid (or index-N) -> index, of every GPU seen in this attempt
         self._described: set[str] = set()
         self._told: set[str] = set()
+        self._troubled = False  # something was told since the last listing
         self._failures = 0
         self._stop = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -233,16 +234,17 @@ class GpuSampler:
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         """Kill and reap. A process in state D answers no signal: wait for it, start no second one."""
         _kill(process)
-        while not self._stop.is_set():
-            try:
-                process.wait(1.0)
-                break
-            except subprocess.TimeoutExpired:
-                self._tell(f"{self._command} hangs and cannot be killed; no samples until it ends")
         if process.stdout:
             process.stdout.close()
-        if process.poll() is not None:
-            self._process = None
+        while True:
+            try:
+                process.wait(1.0)
+                self._process = None
+                return
+            except subprocess.TimeoutExpired:
+                if self._stop.is_set():
+                    return
+                self._tell(f"{self._command} hangs and cannot be killed; no samples until it ends")
 
     # Records
 
@@ -250,6 +252,8 @@ class GpuSampler:
         named: dict[str, Row] = {}
         for row in rows:
             name = row.uuid or self._name(row.index)
+            if row.uuid and not row.uuid.startswith("index-"):
+                self._known.pop(f"index-{row.index}", None)  # what it was called while it was lost
             self._known[name] = row.index
             named[name] = row
         missing = [name for name in self._known if name not in named]
@@ -264,14 +268,16 @@ class GpuSampler:
             self._write("gpu_constants", gpus=described)
         self._write("gpu", gpus={name: row.sample() for name, row in named.items()})
         self._failures = 0
-        if all(row.values["memory_used_gib"] is not None for row in named.values()):
+        if not self._troubled:
             self._told.clear()
+        self._troubled = False
 
     def _name(self, index: str) -> str:
         return next((name for name, known in self._known.items() if known == index), f"index-{index}")
 
     def _tell(self, text: str) -> None:
-        """Report a problem once, until all is well again."""
+        """Report a problem once, until a whole listing came without any."""
+        self._troubled = True
         if text not in self._told:
             self._told.add(text)
             self._on_problem(text)

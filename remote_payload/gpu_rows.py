@@ -9,12 +9,13 @@ standard library only.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Final
 
 _BAD_FIELD = re.compile(r'Field "([^"]*)" is not a valid field')
-_ONE_GPU = re.compile(r"GPU ?[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d|GPU is lost", re.I)
+_ONE_GPU = re.compile(r"Unable to determine the device handle for GPU|GPU is lost", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,12 +28,19 @@ class Field:
     constant: bool = False
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
 def _gib(text: str) -> float:
-    return round(float(text) / 1024, 4)
+    return round(_number(text) / 1024, 4)
 
 
 def _share(text: str) -> float:
-    return round(float(text) / 100, 4)
+    return round(_number(text) / 100, 4)
 
 
 def _hexadecimal(text: str) -> str:
@@ -43,13 +51,13 @@ FIELDS: Final = (
     Field("name", ("name",), str, constant=True),
     Field("driver", ("driver_version",), str, constant=True),
     Field("memory_total_gib", ("memory.total",), _gib, constant=True),
-    Field("power_limit_w", ("power.limit",), float, constant=True),
+    Field("power_limit_w", ("power.limit",), _number, constant=True),
     Field("mig", ("mig.mode.current",), str, constant=True),
     Field("memory_used_gib", ("memory.used",), _gib),
     Field("utilization_share", ("utilization.gpu",), _share),
-    Field("power_w", ("power.draw",), float),
-    Field("temperature_c", ("temperature.gpu",), float),
-    Field("sm_clock_mhz", ("clocks.sm",), float),
+    Field("power_w", ("power.draw",), _number),
+    Field("temperature_c", ("temperature.gpu",), _number),
+    Field("sm_clock_mhz", ("clocks.sm",), _number),
     # Drivers before 535 know the older name only.
     Field("throttle", ("clocks_event_reasons.active", "clocks_throttle_reasons.active"), _hexadecimal),
 )

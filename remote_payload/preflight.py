@@ -10,9 +10,11 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,11 @@ def count_gpus(command: str = COMMAND, patience: float = _PATIENCE_S) -> int | s
     try:
         output = process.communicate(timeout=patience)[0].decode("utf-8", "replace")
     except subprocess.TimeoutExpired:
-        process.kill()  # in state D it will not die; do not wait for it
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stdout:
+            process.stdout.close()
+        process.returncode = -signal.SIGKILL  # in state D it does not die even so: nobody waits for it
         return f"{command} gave no answer for {patience:g} s"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     gpus = sum(line.startswith("GPU ") and "UUID" in line for line in lines)
