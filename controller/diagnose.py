@@ -163,20 +163,20 @@ SIGNATURES: tuple[Signature, ...] = (
         seen="fresh containers",
     ),
     _signature(
+        "no-shm",
+        r"unable to \w+ shared memory|/dev/shm|bus error",
+        what="Shared memory (/dev/shm) is missing or too small.",
+        why="The container was given no tmpfs there.",
+        do="Mount a tmpfs on /dev/shm in the container, at least 1 GiB.",
+        seen="LXC containers",
+    ),
+    _signature(
         "disk-full",
         r"No space left on device|Errno 28\b|Disk quota exceeded",
         what="The container's disk is full.",
         why="Checkpoints, the feature cache and the compile caches grow in the workspace.",
         do="Free space in the workspace (old runs/, caches/) or lower checkpoint_keep.",
         seen="long runs",
-    ),
-    _signature(
-        "no-shm",
-        r"unable to (open|allocate|write).{0,40}shm|/dev/shm|bus error",
-        what="Shared memory (/dev/shm) is missing or too small.",
-        why="The container was given no tmpfs there.",
-        do="Mount a tmpfs on /dev/shm in the container, at least 1 GiB.",
-        seen="LXC containers",
     ),
     _signature(
         "hub-unreachable",
@@ -218,7 +218,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _signature(
         "segfault",
         r"SIGSEGV|SIGBUS|SIGABRT|Segmentation fault|Fatal Python error",
-        what="Native code crashed.",
+        what="Native code crashed in the trainer.",
         why="A fault in an extension, a driver or memory; no Python traceback can come of it.",
         do="crash/stacks-fatal.txt has where each thread was; try execution = 'eager'.",
         seen="pytorch #190502 (2.13.0)",

@@ -19,6 +19,7 @@ from controller.health import Limits
 from controller.run_records import Crash, Record, table, text, whole
 from controller.run_state import News, RunState, reduce
 from controller.text import safe_lines
+from controller.timing import Timing
 from remote_payload import rundir
 
 MIRROR = "mirror.json"
@@ -99,7 +100,7 @@ class RunReader:
 
     def __init__(self, directory: Path, *, scale: float | None = None) -> None:
         if scale is None:
-            scale = _time_scale()
+            scale = Timing.from_environment().scale
         self._directory = directory
         self._limits = Limits().scaled(scale)
         self._cursors = {
@@ -215,11 +216,3 @@ def _toml(path: Path) -> dict[str, Any] | None:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _time_scale() -> float:
-    try:
-        scale = float(os.environ.get("DFLASHCTL_TIME_SCALE", "1"))
-    except ValueError:
-        return 1.0
-    return scale if scale > 0 else 1.0

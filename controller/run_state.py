@@ -215,6 +215,8 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
     difference = number(mirror, "clock_difference_s") or 0.0
     attempt = max(whole(record, "attempt") or 1 for record in (status, news.progress or {}, news.exit or {}))
     progress = run_records.progress(news.progress) if news.progress else None
+    if progress is not None and progress.attempt != attempt:
+        progress = None  # of the attempt before
     outcome = news.exit if news.exit and (whole(news.exit, "attempt") or 1) == attempt else None
     health = judge(
         status=news.status,

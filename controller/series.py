@@ -25,6 +25,8 @@ class Series:
     points: tuple[Point, ...] = ()
     stride: int = 1
     pending: tuple[Point, ...] = ()
+    last: float | None = None
+    """The newest raw value; None when there is none or it is a gap."""
 
     def extended(self, new: Iterable[Point]) -> Series:
         """This series with `new` points behind it.
@@ -33,6 +35,7 @@ class Series:
         are those of the attempt before and are dropped.
         """
         points, stride, pending = list(self.points), self.stride, list(self.pending)
+        last = self.last
         for x, y in new:
             if not math.isfinite(x):
                 continue
@@ -40,7 +43,8 @@ class Series:
                 pending = [p for p in pending if p[0] < x]
             if points and x <= points[-1][0]:
                 points = [p for p in points if p[0] < x]
-            pending.append((x, y if y is not None and math.isfinite(y) else None))
+            last = y if y is not None and math.isfinite(y) else None
+            pending.append((x, last))
             if len(pending) < stride:
                 continue
             points.append(_merged(pending))
@@ -48,7 +52,7 @@ class Series:
             if len(points) >= LIMIT:
                 points = [_merged(points[i : i + 2]) for i in range(0, len(points), 2)]
                 stride *= 2
-        return Series(tuple(points), stride, tuple(pending))
+        return Series(tuple(points), stride, tuple(pending), last)
 
     @property
     def all_points(self) -> tuple[Point, ...]:
@@ -65,12 +69,6 @@ class Series:
             elif runs[-1]:
                 runs.append([])
         return tuple(tuple(run) for run in runs if run)
-
-    @property
-    def last(self) -> float | None:
-        """The newest value, or None when there is none or it is a gap."""
-        points = self.pending or self.points
-        return points[-1][1] if points else None
 
 
 def _merged(points: Iterable[Point]) -> Point:

@@ -241,7 +241,7 @@ class RunApp(App[int]):
         self._arrange()
         width = self.size.width
         self._lines("status", [status_line(state, width)])
-        detail = detail_line(state, width)
+        detail = None if self._crash_shown else detail_line(state, width)
         self._lines("detail", [detail] if detail else [])
         self._lines("learning", [learning_line(state, width)])
         self._lines("speed", [speed_line(state, width)])
@@ -302,7 +302,7 @@ class RunApp(App[int]):
             gpus=len(state.gpus),
             buckets=len(progress.buckets) if progress else 0,
             threads=len(progress.threads) if progress else 0,
-            detail=detail_line(state, columns) is not None,
+            detail=not crash and detail_line(state, columns) is not None,
             zoomed=self._zoomed or small_tab,
             crash=crash,
         )

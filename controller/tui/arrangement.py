@@ -19,7 +19,7 @@ WIDE_COLUMNS = 150
 
 WIDE_PANEL_COLUMNS = 80
 GPU_CELL_COLUMNS = 37
-LEAST_LOG_ROWS = 5
+LEAST_LOG_ROWS = 4
 LEAST_SIDE_ROWS = 7
 BUCKET_COLUMNS = 66
 ROWS_A_PLOT = 8
@@ -82,7 +82,7 @@ def arrange(
     panels = columns if beside else width
     gpu_rows = bucket_rows = thread_rows = crash_rows = 0
     if crash:
-        crash_rows = max(0, min(left - 3, left * 2 // 3))
+        crash_rows = max(0, min(left - 3, left * 3 // 4))
     elif not zoomed:
         if left - 1 >= LEAST_LOG_ROWS:
             gpu_rows, left = 1, left - 1
@@ -94,7 +94,7 @@ def arrange(
         if panels >= BUCKET_COLUMNS and left - full >= LEAST_LOG_ROWS:
             bucket_rows, left = full, left - full
         full = 2 + max(1, threads)
-        if beside and bucket_rows and left - full >= 2 * LEAST_LOG_ROWS:
+        if bucket_rows and panels >= PANEL_COLUMNS and left - full >= 2 * LEAST_LOG_ROWS:
             thread_rows = full
     middle = gpu_rows + shown["flow"] + bucket_rows + thread_rows
     beside = beside and middle >= LEAST_SIDE_ROWS

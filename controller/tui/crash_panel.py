@@ -58,7 +58,7 @@ def crash_lines(state: RunState, width: int) -> list[Text]:
         if crash.memory:
             rows.append(line(("Memory at that moment", HEADING)))
             rows += [line("  ", Text(text, style=PLAIN)) for text in safe_lines(crash.memory)]
-    if state.last_words:
+    elif state.last_words:
         rows.append(line(("The log's last lines", HEADING)))
         rows += [line("  ", remote(text, PLAIN)) for text in state.last_words]
     return rows
@@ -84,6 +84,8 @@ def _traceback(text: str) -> list[Text]:
     rows = []
     own = False
     lines = safe_lines(text)
+    if lines and lines[0].startswith("Traceback (most recent call last)"):
+        del lines[0]  # the heading says so
     for number, content in enumerate(lines):
         frame = content.lstrip().startswith('File "')
         if frame:

@@ -34,6 +34,8 @@ class Plot:
     curves: tuple[tuple[str, str], ...]
     places: int | None = None
     """Decimal places of the values in its heading; None: a short count."""
+    smooth: bool = False
+    """Drawn as averages: its noise says nothing."""
     falls: bool = False
     """Its first values are far above all others: they are left out once there are enough."""
 
@@ -41,7 +43,7 @@ class Plot:
 PLOTS = (
     Plot("loss", (("loss", "raw"), ("loss_ema", "ema")), 3, falls=True),
     Plot("tau", (("tau_estimate", "train"), ("tau", "decoded")), 2),
-    Plot("tok/s", (("tokens_per_s", ""),)),
+    Plot("tok/s", (("tokens_per_s", ""),), smooth=True),
     Plot("gradient norm", (("gradient_norm", ""),), 2),
 )
 
@@ -103,7 +105,7 @@ class CurvePlot(Vertical):
         rows = max(2, self.size.height - 4)
         columns = max(8, self.size.width - 9)
         x_ticks, y_ticks = _FewTicks(), _FewTicks()
-        x_ticks.most, y_ticks.most = max(2, columns // 9), max(2, min(6, rows // 2))
+        x_ticks.most, y_ticks.most = max(2, columns // 9), max(2, min(6, rows // 3))
         widget.set_x_formatter(x_ticks)
         widget.set_y_formatter(y_ticks)
         widget.clear()
@@ -111,7 +113,7 @@ class CurvePlot(Vertical):
             colour = CURVE_COLOURS[name]
             for segment in one.segments:
                 points = [p for p in segment if first is None or p[0] >= first]
-                thin = thinned(points, columns * 2)
+                thin = (averaged if self._plot.smooth else thinned)(points, columns)
                 xs, ys = [x for x, _ in thin], [y for _, y in thin]
                 if len(thin) > 1:
                     widget.plot(xs, ys, line_style=colour, hires_mode=HiResMode.BRAILLE)
@@ -149,14 +151,25 @@ def _first_useful(series: Series) -> float | None:
     return next(x for x, y in points if y <= limit)
 
 
-def thinned(points: Points, most: int) -> list[tuple[float, float]]:
-    """At most `most` of `points`: of each stretch its lowest and its highest, in their order."""
-    if len(points) <= most:
+def thinned(points: Points, columns: int) -> list[tuple[float, float]]:
+    """At most two of `points` a column: its lowest and its highest, in their order."""
+    if len(points) <= 2 * columns:
         return list(points)
-    stretches = max(1, most // 2)
     kept = []
-    for number in range(stretches):
-        part = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
+    for part in _parts(points, columns):
         low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
         kept += sorted({low, high})
     return kept
+
+
+def averaged(points: Points, columns: int) -> list[tuple[float, float]]:
+    """At most one point for two columns: the mean of what lies there."""
+    count = max(1, columns // 2)
+    if len(points) <= count:
+        return list(points)
+    return [(part[len(part) // 2][0], sum(y for _, y in part) / len(part)) for part in _parts(points, count)]
+
+
+def _parts(points: Points, count: int) -> list[Points]:
+    size = len(points)
+    return [points[n * size // count : (n + 1) * size // count] for n in range(count)]

@@ -98,7 +98,7 @@ def _cell(gpu: Gpu, *, dim: bool) -> Text:
     if gpu.word is GpuWord.WORKING:
         text.append(figures.bar(gpu.utilization_share, _BAR), style=FAINT if dim else GOOD)
     else:
-        text.append(f"{gpu.word:<{_BAR}}", style=GPU_WORDS[gpu.word])
+        text.append(f"{gpu.word:<{_BAR}}", style=FAINT if dim else GPU_WORDS[gpu.word])
     used = figures.UNKNOWN if gpu.memory_used_gib is None else f"{gpu.memory_used_gib:.0f}"
     total = figures.UNKNOWN if gpu.memory_total_gib is None else f"{gpu.memory_total_gib:.0f}G"
     power = figures.UNKNOWN if gpu.power_w is None else f"{gpu.power_w:.0f}W"

@@ -58,7 +58,9 @@ def draw(widget: Widget, text: Text | None, left: int = 0) -> Strip:
     if not left and text.cell_len > width:
         text = text.copy()
         text.truncate(width, overflow="ellipsis")
-    strip = Strip(text.render(widget.app.console, end="")).apply_style(base)
+    # Rich leaves a Text's own style out where the Text has no spans.
+    own = text.style if isinstance(text.style, Style) else Style.parse(text.style)
+    strip = Strip(text.render(widget.app.console, end="")).apply_style(base + own)
     if left:
         strip = strip.crop(left, left + width)
     return strip.adjust_cell_length(width, base)

@@ -19,6 +19,12 @@ from remote_payload import rundir
 FIRST_BYTES = 256 << 10
 """How much of the end is shown at the start: a log of 2 GB opens as fast as one of 1 MB."""
 
+FIRST_LINES = 100
+"""At the start the window grows until it has so many lines: one line of 1 MB must not be all one sees."""
+
+WIDEST_BYTES = 4 << 20
+"""How far it grows."""
+
 MOST_BYTES = 512 << 10
 """Most bytes taken in one poll; of what is beyond, only the end is shown."""
 
@@ -66,10 +72,10 @@ class LogTail:
         skipped = 0
         to_line_start = False
         if self._offset is None:
-            self._offset = max(first, size - FIRST_BYTES)
+            self._offset = _start(descriptor, size, first)
             to_line_start = self._offset > first
         elif size - self._offset > MOST_BYTES:
-            start = size - FIRST_BYTES
+            start = _start(descriptor, size, size - MOST_BYTES)
             skipped, self._offset, to_line_start = start - self._offset, start, True
             self._decoder.restart()
         data = os.pread(descriptor, size - self._offset, self._offset)
@@ -80,3 +86,15 @@ class LogTail:
             data = data[cut:]
         lines = tuple(self._decoder.feed(data))
         return LogNews(lines=lines, partial=self._decoder.partial, skipped_bytes=skipped, restarted=restarted)
+
+
+def _start(descriptor: int, size: int, first: int) -> int:
+    """Where to begin so that the end of the file, of `size` bytes, gives enough lines."""
+    window = FIRST_BYTES
+    while True:
+        start = max(first, size - window)
+        if start == first or window >= WIDEST_BYTES:
+            return start
+        if os.pread(descriptor, size - start, start).count(b"\n") >= FIRST_LINES:
+            return start
+        window *= 4

@@ -153,17 +153,17 @@ def speed_line(state: RunState, width: int) -> Text:
         ago = figures.span(state.container_age(p.checkpoint_t))
         text.append(f" ({ago} ago)" if width >= ROOMY_COLUMNS else f" ({ago})", style=LABEL)
     warnings = sum(1 for event in state.history.events if event.level >= Level.WARNING)
-    found = alarms(state)
-    if found:
-        text.append(f"  ! {found[0].what}", style=WARN)
-    elif warnings:
+    if warnings:
         text.append(f"  ! {warnings} event{'s' * (warnings != 1)}", style=WARN)
     return text
 
 
 def detail_line(state: RunState, width: int) -> Text | None:
-    """Why the state is what it is, and what to do: only when there is something to say."""
+    """Why the state is what it is, or the worst alarm of a run that goes on; None: nothing to say."""
     health = state.health
+    found = alarms(state)
+    if found and not (state.ended or health.word.no_news):
+        return line(("! ", WARN), (f"{found[0].what} {found[0].do}", WARN))
     if not health.detail:
         return None
     if health.word.no_news:

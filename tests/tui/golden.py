@@ -315,7 +315,7 @@ TRACEBACK = """Traceback (most recent call last):
     loss = self._compiled(self._static)
   File "/root/venv/lib/python3.12/site-packages/torch/_dynamo/eval_frame.py", line 655, in _fn
     return fn(*args, **kwargs)
-  File "/root/venv/lib/python3.12/site-packages/torch/_inductor/cudagraph_trees.py", line 371, in get_container
+  File "/root/venv/lib/python3.12/site-packages/torch/_inductor/cudagraph_trees.py", line 371, in get_obj
     assert torch._C._is_key_in_tls(attr_name)
 AssertionError
 """
