@@ -244,8 +244,7 @@ def tui(run: Run = None) -> int:
     from controller.tui.app import run_tui
 
     directory = find_run(run)
-    with _mirrored(directory) as mirror:
-        return run_tui(directory, mirror)
+    return run_tui(directory, _mirror(directory))
 
 
 @app.command()
@@ -367,14 +366,19 @@ def _print_dry_run(host: Host, name: str, job: str) -> None:
     print(job, end="")
 
 
-@contextlib.contextmanager
-def _mirrored(directory: Path, *, once: bool = False) -> Iterator[Mirror]:
-    """A mirror that keeps `directory` up to date meanwhile; with `once`, brought up to date."""
+def _mirror(directory: Path, *, once: bool = False) -> Mirror:
     from controller.launch import RunPlace
     from controller.mirror import Mirror
     from controller.place import open_place
 
-    mirror = Mirror(directory, place_opener=lambda: open_place(RunPlace.read(directory).host), once=once)
+    RunPlace.read(directory)  # a damaged one is the user's to hear about, and not the mirror's
+    return Mirror(directory, place_opener=lambda: open_place(RunPlace.read(directory).host), once=once)
+
+
+@contextlib.contextmanager
+def _mirrored(directory: Path, *, once: bool = False) -> Iterator[Mirror]:
+    """A mirror that keeps `directory` up to date meanwhile; with `once`, brings it up to date."""
+    mirror = _mirror(directory, once=once)
     mirror.start()
     try:
         yield mirror
