@@ -252,8 +252,6 @@ def test_a_loop_that_falls_silent_is_noticed_and_started_again(smi: Smi) -> None
     assert "no answer for 0.6 s" in smi.problems[0]
     smi.replay("ok")
     smi.until(lambda: len(smi.calls()) >= 2)
-    # The one that was started while `hang` still held is given up after Timing's first 60 s.
-    assert smi.sampler is not None
 
 
 def test_children_of_a_hung_nvidia_smi_are_killed_with_it(smi: Smi) -> None:
