@@ -18,7 +18,7 @@ from paramiko.hostkeys import HostKeyEntry, HostKeys
 from controller.errors import HostKeyError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _DEFAULT = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
@@ -38,9 +38,11 @@ class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
 
     def install(self, client: paramiko.SSHClient) -> None:
         """Make `client` verify host keys by these files."""
+        keys = client.get_host_keys()
         for path in self._files:
-            if path.is_file():
-                client.load_system_host_keys(str(path))
+            for _, entry in _entries(path):
+                for name in entry.hostnames:
+                    keys.add(name, entry.key.get_name(), entry.key)
         client.set_missing_host_key_policy(self)
 
     def missing_host_key(self, client: object, hostname: str, key: paramiko.PKey) -> None:
@@ -67,15 +69,8 @@ class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
 
     def _line(self, hostname: str) -> tuple[Path, int] | None:
         for path in self._files:
-            if not path.is_file():
-                continue
-            text = path.read_text(encoding="utf-8", errors="replace")
-            for number, line in enumerate(text.splitlines(), 1):
-                try:
-                    entry = HostKeyEntry.from_line(line, number)
-                except Exception:  # paramiko raises several kinds for lines that are no keys
-                    continue
-                if entry and HostKeys()._hostname_matches(hostname, entry):
+            for number, entry in _entries(path):
+                if HostKeys()._hostname_matches(hostname, entry):
                     return path, number
         return None
 
@@ -91,6 +86,23 @@ class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
                 file.write(b"\n" * (bool(before) and not before.endswith(b"\n")) + line.encode())
         except OSError as error:
             raise HostKeyError(f"{path}: the host key cannot be added ({error.strerror})") from error
+
+
+def _entries(path: Path) -> Iterator[tuple[int, HostKeyEntry]]:
+    """The lines of a known_hosts file that are keys; other lines are nobody's business, as for ssh.
+
+    paramiko's own loader gives up at a line with bad base64.
+    """
+    if not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            entry = HostKeyEntry.from_line(line, number)
+        except Exception:  # it has several kinds for lines that are no keys
+            continue
+        if entry is not None:
+            yield number, entry
 
 
 def fingerprint(key: paramiko.PKey) -> str:

@@ -148,12 +148,17 @@ class SshConnection:
         if self._fabric is not None and self._fabric.is_connected:
             return self._fabric.transport
         self.close()
-        connection = fabric.Connection(
-            self._address,
-            user=self._user or None,
-            port=self._port,
-            connect_timeout=self._timeout,
-        )
+        try:
+            connection = fabric.Connection(
+                self._address,
+                user=self._user or None,
+                port=self._port,
+                connect_timeout=self._timeout,
+            )
+        except (paramiko.SSHException, ValueError, OSError) as error:
+            raise UnreachableError(
+                f"{self._address}: ~/.ssh/config cannot be used ({error})", "Does ssh take it?"
+            ) from error
         self._fabric = connection
         try:
             self._open(connection)

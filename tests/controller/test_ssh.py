@@ -6,7 +6,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from controller.errors import HostKeyError
+from controller.errors import HostKeyError, UnreachableError
 from controller.known_hosts import KnownHosts, fingerprint
 from controller.ssh import SshConnection
 
@@ -46,7 +46,7 @@ def test_a_new_key_is_added_when_asked_for_and_is_known_from_then_on(
     assert added == f"{NAME} {key.get_name()} {key.get_base64()}"
     with paramiko.SSHClient() as client:
         policy(path).install(client)
-        assert client._system_host_keys.check(NAME, key)
+        assert client.get_host_keys().check(NAME, key)
 
 
 def test_the_line_of_a_changed_key_is_found_also_when_its_name_is_hashed(
@@ -67,6 +67,29 @@ def test_a_fingerprint_is_the_one_that_openssh_prints(tmp_path: Path) -> None:
     line = "AAAAC3NzaC1lZDI1NTE5AAAAIOMqqnkVzrm0SdG6UOoqKLsabgH5C9okWi0dh2l9GKJl"
     key = paramiko.Ed25519Key(data=base64.b64decode(line))
     assert fingerprint(key) == "SHA256:+DiY3wvvV6TuJJhbpZisF/zLDA0zPMSvHdkr4UvCOqU"  # github.com's
+
+
+def test_lines_that_are_no_keys_do_no_harm(tmp_path: Path, key: paramiko.PKey) -> None:
+    path = tmp_path / "known"
+    path.write_bytes(
+        b"\xff\xfe\nhost ssh-rsa !!!notbase64\nhost ssh-ed25519 AAAA\nhost\n"
+        + f"{NAME} {key.get_name()} {key.get_base64()}\n".encode()
+    )
+    with paramiko.SSHClient() as client:
+        policy(path).install(client)
+        assert client.get_host_keys().check(NAME, key)
+
+
+@pytest.mark.parametrize("text", ["Port many\n", "nonsense\n"])
+def test_a_broken_ssh_config_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(text)
+    connection = SshConnection("192.0.2.1", user="", port=None, timeout=1, accept_new=False)
+    with pytest.raises(UnreachableError, match=r"~/\.ssh/config cannot be used"):
+        connection.start("true")
 
 
 def test_making_a_connection_contacts_nobody() -> None:
