@@ -25,6 +25,9 @@ TOO_LONG = "longer than the largest bucket or the token budget"
 NO_ANSWER = "no two supervised tokens in a row (a prompt without an answer)"
 OUTSIDE_VOCABULARY = "ids outside the vocabulary"
 
+FILE_MAGIC = b"ARROW1"
+"""What an Arrow IPC file begins with, and a stream does not."""
+
 NAMED = 10
 """How many samples of each reason are named."""
 
@@ -117,10 +120,18 @@ class Dataset:
         return values[offsets[row] : offsets[row + 1]].astype(bool)
 
     def texts(self, column: str) -> list[str] | None:
-        """A column of strings (such as `kind`), or None where the file has none of that name."""
+        """A column of strings (such as `kind`), or None where the file has none of that name.
+
+        Raises DataError when it is damaged: Arrow reads wherever a string's offsets point.
+        """
         if column not in self._table.column_names:
             return None
-        return [str(value) for value in self._table.column(column).to_pylist()]
+        values = self._table.column(column)
+        try:
+            values.validate(full=True)
+        except pa.ArrowException as error:
+            raise DataError(f"{self.path}: column {column}: is damaged ({error}); write it again") from error
+        return [str(value) for value in values.to_pylist()]
 
     def usable(self, longest: int, skipped: Skipped) -> npt.NDArray[np.bool_]:
         """Which samples can be trained on as far as lengths tell, [samples]; counts the others.
@@ -151,16 +162,17 @@ def read_table(path: Path) -> pa.Table:
         raise DataError(f"{path}: there is no such file; check the job's dataset and held_out") from error
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be mapped: {error}") from error
+    is_file = source.read(len(FILE_MAGIC)) == FILE_MAGIC
+    source.seek(0)
     try:
-        return pa.ipc.open_file(source).read_all()
-    except pa.ArrowInvalid:
-        source.seek(0)
-    try:
-        return pa.ipc.open_stream(source).read_all()
-    except (OSError, pa.ArrowException) as error:
+        table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
+        table.validate()  # that every buffer is as long as its column says; costs nothing
+        table.column_names  # noqa: B018 - decodes them
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: is no complete Arrow IPC file or stream ({error}); write it again"
         ) from error
+    return table
 
 
 def _list_values(

@@ -26,8 +26,10 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
     """A drafter replica: build, warm up in turn, then train step by step in lockstep with the others."""
     device = torch.device(status.device)
     with on_device(device):
-        status.enter("waiting for the target to load")
-        target = run.targets[number % len(run.targets)].wait()
+        status.enter("waiting for the targets to load")
+        # All of them: while transformers loads a model, what it patches in torch is patched for every thread.
+        targets = [target.wait() for target in run.targets]
+        target = next((t for t in targets if t.device == device), targets[0])
         status.enter("building")
         replica = Replica(number, device, run.job, run.config, run.shape, run.statistics, target)
         status.enter("waiting for its turn to warm up")

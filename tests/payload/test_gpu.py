@@ -136,8 +136,8 @@ def test_two_replicas_compile_and_run_in_two_threads(tmp_path: Path) -> None:
     def work(number: int) -> None:
         try:
             with on_device(devices[number]):
-                replica = make_replica(tmp_path, devices[number], "bfloat16")
-                with execution.WARM_UP_LOCK:
+                with execution.WARM_UP_LOCK:  # transformers cannot load two models at once
+                    replica = make_replica(tmp_path, devices[number], "bfloat16")
                     result = replica.warm_up("compiled")
                 assert result.execution == execution.COMPILED, result.reason
                 losses[number] = [loss for loss, _ in run_rows(replica, given)]
