@@ -233,3 +233,21 @@ def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(
         with pytest.raises(UnreachableError, match="did not begin"):
             place.start(["true"])
     assert time.monotonic() - begun < 10
+
+
+def test_a_jump_host_is_gone_through_with_its_key_verified_too(rig: Rig, machine: Host) -> None:
+    config = rig.laptop / ".ssh" / "config"
+    before = config.read_text()
+    config.write_text(
+        before + f"\nHost inner\n  HostName 127.0.0.1\n  Port {rig.port}\n  ProxyJump {rig.alias}\n"
+        f"  IdentityFile {rig.identity}\n  UserKnownHostsFile {rig.known_hosts}\n"
+    )
+    try:
+        inner = machine.model_copy(update={"address": "inner", "port": None, "user": rig.user})
+        with open_place(inner) as place:
+            assert place.run(["echo", "through"], timeout=20).stdout == b"through\n"
+            assert len(rig.sshd_children()) >= 2
+        rig.known_hosts.write_text("")
+        assert isinstance(failure(inner), HostKeyError)
+    finally:
+        config.write_text(before)
