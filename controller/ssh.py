@@ -131,6 +131,10 @@ class SshConnection:
         try:
             channel = transport.open_session(timeout=self._timeout)
             channel.exec_command(command)
+        except paramiko.ChannelException as error:  # one too many; the others of this connection live
+            raise ConnectionLostError(
+                f"{self._address}: the server allows no further session ({error.text})"
+            ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             self.close()
             raise ConnectionLostError(f"{self._address}: no channel could be opened ({error})") from error

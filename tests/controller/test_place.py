@@ -28,6 +28,7 @@ def crossed(place: Place, texts: list[str]) -> list[str]:
     return done.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
 
 
+TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
 NASTY = [
     "",
     " ",
@@ -53,7 +54,7 @@ def test_arguments_cross_every_layer_unharmed(place: Place) -> None:
     assert crossed(place, NASTY) == NASTY
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), max_size=200))
+@given(st.lists(TEXT, max_size=200))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_crosses_unharmed(place: Place, texts: list[str]) -> None:
     assert crossed(place, texts) == texts

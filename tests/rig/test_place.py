@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from controller.errors import (
     AuthenticationError,
@@ -20,7 +22,7 @@ from controller.errors import (
 )
 from controller.inventory import Host, load
 from controller.place import Place, open_place
-from tests.controller.test_place import ECHO, NASTY
+from tests.controller.test_place import NASTY, TEXT, crossed
 from tests.rig.rig import Rig
 
 
@@ -50,8 +52,24 @@ def place(request: pytest.FixtureRequest, rig: Rig, container: Host, machine: Ho
 
 
 def test_arguments_cross_ssh_pct_and_shells_unharmed(place: Place) -> None:
-    done = place.run([place.python, "-I", "-c", ECHO, *NASTY], timeout=30)
-    assert done.stdout.decode().split("\0")[:-1] == NASTY
+    assert crossed(place, NASTY) == NASTY
+
+
+@given(st.lists(TEXT, min_size=1, max_size=200))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_crosses_all_layers_unharmed(place: Place, texts: list[str]) -> None:
+    assert crossed(place, texts) == texts
+
+
+def test_a_session_too_many_is_refused_and_harms_no_other(machine: Host) -> None:
+    with open_place(machine) as place:
+        ten = [place.start(["cat"]) for _ in range(10)]
+        with pytest.raises(ConnectionLostError, match="no further session"):
+            place.start(["cat"])
+        for process in ten:
+            process.send(b"alive\n")
+            assert process.receive(20) == b"alive\n"
+            process.close()
 
 
 def test_both_streams_and_the_exit_status_arrive(place: Place) -> None:
