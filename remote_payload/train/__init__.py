@@ -1,1 +1,6 @@
 """The trainer: frozen targets and drafter replicas, one thread and one device each."""
+
+import os
+
+# Read by tqdm when it is imported: a log file is no place for progress bars, and the trainer says what it does.
+os.environ.setdefault("TQDM_DISABLE", "1")

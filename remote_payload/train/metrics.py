@@ -221,17 +221,29 @@ class Progress:
             }
 
 
+LOG_PERIOD_S = 5.0
+"""Seconds between two lines about steps in the log; events come once a second."""
+
+
 class StepClock:
     """Times steps and tokens from one report to the next, and the whole run for the ETA."""
 
     def __init__(self) -> None:
         self._reported = time.monotonic()
+        self._logged = float("-inf")
         self._step = self._tokens = 0
         self._warm: tuple[float, int] | None = None
 
     def due(self) -> bool:
         """Whether a second has passed since the last report."""
         return time.monotonic() - self._reported >= 1.0
+
+    def log_due(self) -> bool:
+        """Whether the log should have a line again; notes that it gets one."""
+        due = time.monotonic() - self._logged >= LOG_PERIOD_S
+        if due:
+            self._logged = time.monotonic()
+        return due
 
     def report(self, step: int, steps: int, tokens: int) -> dict[str, Any]:
         """Rates since the last report after `step` steps and `tokens` tokens, and the ETA."""

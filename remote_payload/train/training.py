@@ -201,6 +201,8 @@ def report(
         step_s=rates["step_s"],
         bucket=batch.bucket if batch else None,
     )
+    if not (clock.log_due() or run.step == run.steps):
+        return
     loss, tau = _shown(reading.loss, 3), _shown(reading.tau_estimate, 2)
     run.log(
         f"step {run.step:>5}/{run.steps}  loss {loss}  tau~ {tau}  grad {norm:.2f}  lr {rate:.1e}"
