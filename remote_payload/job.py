@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ def _not_empty(value: Any) -> str | None:
 
 
 def _rising(value: Sequence[int]) -> str | None:
-    rising = len(value) >= 2 and all(a < b for a, b in zip(value, value[1:], strict=False))
+    rising = len(value) >= 2 and all(a < b for a, b in itertools.pairwise(value))
     return (
         None
         if rising and value[0] >= 0

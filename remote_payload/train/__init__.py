@@ -2,5 +2,5 @@
 
 import os
 
-# Read by tqdm when it is imported: a log file is no place for progress bars, and the trainer says what it does.
+# Read by tqdm when it is imported: a log file is no place for progress bars.
 os.environ.setdefault("TQDM_DISABLE", "1")
