@@ -1,0 +1,148 @@
+"""The Arrow dataset: what is read, what is left out, and what is refused before anything reads it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from remote_payload.train.dataset import EMPTY, NO_ANSWER, TOO_LONG, DataError, Dataset, Skipped
+from tests.payload.tiny import random_samples, write_arrow
+
+
+def write_table(path: Path, *tables: pa.Table, stream: bool = False) -> Path:
+    """Write `tables`, a record batch each, as an Arrow IPC file or stream."""
+    opener = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, opener(sink, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    return path
+
+
+def table_of(samples: list[list[int]], kind: pa.DataType, **columns: pa.Array) -> pa.Table:
+    return pa.table({"input_ids": pa.array(samples, kind), **columns})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["file", "stream"])
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())])
+def test_samples_come_back_as_written_from_every_kind_of_list_in_several_record_batches(
+    tmp_path: Path, kind: pa.DataType, stream: bool
+) -> None:
+    samples, prompts = random_samples(23)
+    whole = table_of(samples, kind, prompt_length=pa.array(prompts, pa.int16()))
+    parts = [whole.slice(0, 5), whole.slice(5, 1), whole.slice(6)]
+    dataset = Dataset.open(write_table(tmp_path / "a.arrow", *parts, stream=stream))
+    assert len(dataset) == len(samples) and dataset.tokens == sum(map(len, samples))
+    assert dataset.lengths.tolist() == [len(sample) for sample in samples]
+    for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+        assert dataset.ids(number).tolist() == sample
+        assert dataset.supervised(number).tolist() == [place >= prompt for place in range(len(sample))]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.bool_()), pa.list_(pa.int8())])
+def test_a_loss_mask_says_token_by_token_what_is_supervised(tmp_path: Path, kind: pa.DataType) -> None:
+    masks = [[0, 1, 1, 0, 1], [1], [], [0, 0, 1]]
+    samples = [list(range(len(mask))) for mask in masks]
+    column = pa.array([[bool(v) if kind == pa.list_(pa.bool_()) else v for v in m] for m in masks], kind)
+    dataset = Dataset.open(
+        write_table(tmp_path / "a.arrow", table_of(samples, pa.list_(pa.int32()), loss_mask=column))
+    )
+    assert [dataset.supervised(i).astype(int).tolist() for i in range(len(masks))] == masks
+
+
+def test_ids_are_views_of_the_memory_map_and_not_copies(tmp_path: Path) -> None:
+    samples, prompts = random_samples(4)
+    dataset = Dataset.open(write_arrow(tmp_path / "a.arrow", samples, prompts))
+    assert all(not dataset.ids(number).flags["OWNDATA"] for number in range(4))
+    assert not dataset.ids(0).flags["WRITEABLE"]
+
+
+def test_what_lengths_show_to_be_unusable_is_counted_once_by_reason_and_the_first_ten_are_named(
+    tmp_path: Path,
+) -> None:
+    long, short = [[5] * 41] * 12, [[5] * 6] * 3
+    samples = [*long, [], *short, [5] * 6, [5] * 40]
+    prompts = [0] * 12 + [0] + [5, 6, 99] + [4, 0]
+    dataset = Dataset.open(write_arrow(tmp_path / "a.arrow", samples, prompts))
+    skipped = Skipped()
+    usable = dataset.usable(40, skipped)
+    assert np.flatnonzero(usable).tolist() == [16, 17]
+    assert skipped.count == {TOO_LONG: 12, EMPTY: 1, NO_ANSWER: 3}
+    assert skipped.first == {TOO_LONG: list(range(10)), EMPTY: [12], NO_ANSWER: [13, 14, 15]}
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.arrow: there is no such file"):
+        Dataset.open(tmp_path / "absent.arrow")
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=str(tmp_path)):
+        Dataset.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"ids": pa.array([[1]])}, r"no column 'input_ids'; found ids"),
+        ({"input_ids": pa.array([[1]])}, r"no column says which tokens are the answer"),
+        ({"input_ids": pa.array([["a"]]), "prompt_length": pa.array([0])}, r"expected lists of integers"),
+        ({"input_ids": pa.array([1]), "prompt_length": pa.array([0])}, r"expected lists of integers"),
+        ({"input_ids": pa.array([[1, None]]), "prompt_length": pa.array([0])}, r"1 values are null"),
+        (
+            {"input_ids": pa.array([[1]]), "prompt_length": pa.array([0.5])},
+            r"prompt_length: expected integers",
+        ),
+        (
+            {"input_ids": pa.array([[1], [2, 3]]), "loss_mask": pa.array([[1], [1]])},
+            r"loss_mask and input_ids differ in length in 1 samples, the first is sample 1",
+        ),
+        (
+            {"input_ids": pa.array([], pa.list_(pa.int32())), "prompt_length": pa.array([], pa.int32())},
+            r"holds no samples",
+        ),
+    ],
+)
+def test_a_file_that_is_no_dataset_is_refused_with_its_name_and_what_was_found(
+    tmp_path: Path, columns: dict[str, pa.Array], expected: str
+) -> None:
+    with pytest.raises(DataError, match=expected) as refused:
+        Dataset.open(write_table(tmp_path / "bad.arrow", pa.table(columns)))
+    assert str(tmp_path / "bad.arrow") in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"A", b"ARROW1", b"not arrow at all" * 100, bytes(64), b"\xff" * 8])
+def test_a_file_that_is_no_arrow_is_refused_as_such(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.arrow"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.arrow"):
+        Dataset.open(path)
+
+
+def test_a_damaged_file_is_refused_or_read_but_never_brings_the_process_down(tmp_path: Path) -> None:
+    samples, prompts = random_samples(12)
+    good = write_arrow(tmp_path / "good.arrow", samples, prompts, ["one", "two"] * 6).read_bytes()
+    dice = random.Random(4)
+    refused = 0
+    for number in range(150):
+        damaged = bytearray(good)
+        if number % 3 == 0:
+            del damaged[dice.randrange(len(good)) :]
+        else:
+            for _ in range(dice.choice((1, 2, 8))):
+                damaged[dice.randrange(len(good))] = dice.randrange(256)
+        path = tmp_path / f"{number}.arrow"
+        path.write_bytes(damaged)
+        try:
+            dataset = Dataset.open(path)
+            for sample in np.flatnonzero(dataset.usable(10**9, Skipped())):
+                assert len(dataset.ids(int(sample))) == len(dataset.supervised(int(sample)))
+            dataset.texts("kind")
+        except DataError as error:
+            refused += 1
+            assert str(path) in str(error)
+        path.unlink()
+    assert 30 < refused < 150
