@@ -37,7 +37,9 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def write_arrow(path: Path, samples: list[list[int]], prompts: list[int], kinds: list[str] | None = None) -> Path:
+def write_arrow(
+    path: Path, samples: list[list[int]], prompts: list[int], kinds: list[str] | None = None
+) -> Path:
     """Write an Arrow IPC file of `samples` with their prompt lengths."""
     columns = {
         "input_ids": pa.array(samples, pa.list_(pa.int32())),
@@ -50,7 +52,9 @@ def write_arrow(path: Path, samples: list[list[int]], prompts: list[int], kinds:
     return path
 
 
-def random_samples(count: int, seed: int = 0, low: int = 12, high: int = 60) -> tuple[list[list[int]], list[int]]:
+def random_samples(
+    count: int, seed: int = 0, low: int = 12, high: int = 60
+) -> tuple[list[list[int]], list[int]]:
     """`count` samples of random ids, and a prompt length of each."""
     random = np.random.default_rng(seed)
     lengths = random.integers(low, high, count)
