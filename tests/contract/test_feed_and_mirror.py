@@ -155,12 +155,13 @@ def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
         time.sleep(0.01)
 
 
-def kill_one_feed(run: Run, number: int) -> bool:
+def kill_one_feed(run: Run, number: int) -> int | None:
+    """Send a signal to a feed, and say to which."""
     for pid in run.feeds()[:1]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            return True
-    return False
+            return pid
+    return None
 
 
 class Writer(threading.Thread):
@@ -191,17 +192,18 @@ def test_killed_and_frozen_feeds_cost_nothing_but_time(run: Run, seed: int) -> N
     dice = random.Random(seed)
     writer = Writer(run, 2_000_000, seed)
     writer.start()
-    mirror = run.mirror()
+    mirror = run.mirror(whole_log=True)
     mirror.start()
-    frozen = 0
-    for number in range(6):
-        how = signal.SIGSTOP if number == 3 else signal.SIGKILL
-        until(lambda: run.feeds() and (number != 3 or run.record().get("state") == "connected"))  # noqa: B023
+    for _ in range(4):
+        until(run.feeds)
         time.sleep(dice.uniform(0.0, 0.4))
-        if kill_one_feed(run, how) and how == signal.SIGSTOP:
-            frozen += 1
-            until(lambda: "nothing was heard" in str(run.record().get("error")))
-    assert frozen == 1
+        kill_one_feed(run, signal.SIGKILL)
+    killed = time.time()
+    until(lambda: run.record().get("state") == "connected" and run.record()["since"] > killed)
+    frozen = kill_one_feed(run, signal.SIGSTOP)
+    assert frozen is not None
+    until(lambda: "nothing was heard for 0.75 s" in str(run.record().get("error")))
+    os.kill(frozen, signal.SIGKILL)
     writer.over.set()
     writer.join()
     run.end()
@@ -214,7 +216,7 @@ def test_killed_and_frozen_feeds_cost_nothing_but_time(run: Run, seed: int) -> N
 def test_truncation_and_replacement_under_a_writer_are_followed(run: Run) -> None:
     writer = Writer(run, 500_000, 3)
     writer.start()
-    mirror = run.mirror()
+    mirror = run.mirror(whole_log=True)
     mirror.start()
     for number in range(6):
         until(lambda: run.record().get("files", {}).get("train.log", {}).get("size", 0) > 20_000)
@@ -240,9 +242,9 @@ def test_truncation_and_replacement_under_a_writer_are_followed(run: Run) -> Non
 
 def test_a_killed_writer_of_the_folder_is_replaced_by_one_that_waited(run: Run) -> None:
     writer = Writer(run, 2_000_000, 5)
-    writer.start()
     first = run.holder()
     until(lambda: run.record().get("pid") == first.pid and run.record().get("beat"))
+    writer.start()
     second, third = run.mirror(), run.mirror()
     second.start()
     third.start()
