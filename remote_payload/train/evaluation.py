@@ -67,9 +67,9 @@ class Evaluation:
         self._own: list[Decoded] = []
 
     def run(
-        self, target: Target, drafter: Drafter, step: int, progress: Callable[[int, int], None]
-    ) -> Report:
-        """Decode every prompt with `drafter`; `progress(done, all)` is called after each.
+        self, target: Target, drafter: Drafter, step: int, go_on: Callable[[int, int], bool]
+    ) -> Report | None:
+        """Decode every prompt with `drafter`; None when `go_on(done, all)`, asked after each, says no.
 
         Raises LossyDecoding in float32, where the texts must be equal; in other types it is counted.
         """
@@ -89,7 +89,8 @@ class Evaluation:
                         f"held-out prompt {number} ({prompt.kind}): speculative text"
                         f" {drafted[-1].tokens} is not the target's own {self._own[number].tokens}"
                     )
-            progress(number + 1, len(self._prompts))
+            if not go_on(number + 1, len(self._prompts)):
+                return None
         return self._report(drafted, step, mismatches, drafter.config.block_size)
 
     def _report(self, drafted: list[Decoded], step: int, mismatches: int, block_size: int) -> Report:

@@ -126,7 +126,10 @@ def compute_features(run: Run, target: Target, batch: Batch) -> Features:
 
 
 def evaluate(run: Run, status: ThreadStatus) -> None:
-    """The evaluator: decode the held-out prompts with every snapshot it is given, until None comes."""
+    """The evaluator: decode the held-out prompts with every snapshot it is given, until None comes.
+
+    A run that is asked to stop does not wait for an evaluation.
+    """
     assert run.evaluation is not None
     device = torch.device(status.device)
     with on_device(device):
@@ -139,12 +142,16 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
             drafter = drafter_with(run.config, weights, device, dtype)
             run.log(f"Evaluating step {step} on held-out prompts...")
 
-            def shown(done: int, of: int, step: int = step) -> None:
+            def go_on(done: int, of: int, step: int = step) -> bool:
                 status.enter(f"evaluating {done}/{of}", step=step)
                 run.control.check()
+                return not run.control.stop.is_set()
 
             status.enter("evaluating", step=step)
-            result = run.evaluation.run(target, drafter, step, shown)
+            result = run.evaluation.run(target, drafter, step, go_on)
+            if result is None:
+                run.log(f"Evaluation of step {step} given up: the run was asked to stop")
+                return
             run.reports.append(result)
             run.events.write("eval", **result.record)
             run.progress.update(tau=round(result.tau, 4), tau_step=step)
@@ -157,10 +164,11 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
 
 
 def _next_snapshot(run: Run) -> tuple[int, dict[str, Tensor]] | None:
-    while True:
+    while not run.control.stop.is_set():
         run.control.check()
         with contextlib.suppress(queue.Empty):
             return run.to_evaluate.get(timeout=0.5)
+    return None
 
 
 @contextlib.contextmanager
