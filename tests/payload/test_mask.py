@@ -1,0 +1,189 @@
+"""The strict mask against a rule applied to one query and one key at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from remote_payload.train.drafter import attend
+from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Documents in a row of `context` tokens, and blocks at some of their tokens."""
+
+    lengths: list[int]
+    anchors: list[int]
+    slots: int
+    context: int
+    block: int
+
+    def document(self, index: int) -> int | None:
+        """The document of a context token; None in the padding."""
+        ends = list(itertools.accumulate(self.lengths))
+        return next((number for number, end in enumerate(ends) if index < end), None)
+
+    def sees(self, query: int, key: int) -> bool:
+        """The rule as facts/dflash.md words it."""
+        slot = query // self.block
+        if key >= self.context:  # a block token
+            return (key - self.context) // self.block == slot
+        if slot >= len(self.anchors):
+            return False
+        anchor = self.anchors[slot]
+        return key < anchor and self.document(key) == self.document(anchor)
+
+    def oracle(self) -> Tensor:
+        queries = self.slots * self.block
+        return torch.tensor(
+            [[self.sees(q, k) for k in range(self.context + queries)] for q in range(queries)]
+        )
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """`starts` and `anchors` as a row has them: rising, empty slots last."""
+        begins = [0, *itertools.accumulate(self.lengths)]
+        empty = self.slots - len(self.anchors)
+        starts = [begins[self.document(a) or 0] for a in self.anchors] + [self.context] * empty
+        return torch.tensor(starts), torch.tensor(self.anchors + [0] * empty)
+
+
+@st.composite
+def packed_rows(draw: st.DrawFn, context: int, slots: int, block: int) -> Packed:
+    """Random documents (short, long, bordering on tiles) with random anchors, often with empty slots."""
+    cuts = draw(st.lists(st.integers(1, context), max_size=6))
+    near_tiles = draw(st.lists(st.sampled_from(range(TILE, context + 1, TILE) or [context]), max_size=2))
+    borders = sorted({*cuts, *near_tiles})
+    lengths = [b - a for a, b in itertools.pairwise([0, *borders])]
+    total = sum(lengths)
+    anchors = draw(st.sets(st.integers(0, max(0, total - 1)), max_size=slots)) if total else set()
+    return Packed(lengths, sorted(anchors), slots, context, block)
+
+
+@settings(deadline=None, max_examples=60)
+@given(packed_rows(context=24, slots=5, block=3))
+def test_the_dense_mask_is_the_rule_for_every_query_and_key(row: Packed) -> None:
+    starts, anchors = row.tensors()
+    assert dense_mask(starts, anchors, row.context, row.block).equal(row.oracle())
+
+
+@settings(deadline=None, max_examples=20)
+@given(packed_rows(context=24, slots=5, block=3))
+def test_the_flex_rule_is_the_dense_mask(row: Packed) -> None:
+    starts, anchors = row.tensors()
+    queries = row.slots * row.block
+    q, k = torch.arange(queries)[:, None], torch.arange(row.context + queries)[None]
+    sees = mask_mod(starts, anchors, row.context, row.block)
+    nothing = torch.tensor(0)
+    assert sees(nothing, nothing, q, k).equal(dense_mask(starts, anchors, row.context, row.block))
+
+
+def tiles_of(row: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Full and partial tiles of `block_mask`, and where the dense mask has tiles all and any true."""
+    starts, anchors = row.tensors()
+    rule = mask_mod(starts, anchors, row.context, row.block)
+    mask = block_mask(starts, anchors, row.context, row.block, rule)
+    dense = dense_mask(starts, anchors, row.context, row.block)
+    tiled = dense.view(dense.shape[0] // TILE, TILE, dense.shape[1] // TILE, TILE)
+
+    def listed(count: Tensor | None, columns: Tensor | None) -> Tensor:
+        assert count is not None and columns is not None
+        found = torch.zeros(tiled.shape[0], tiled.shape[2], dtype=torch.int64)
+        for number in range(tiled.shape[0]):
+            used = columns[0, 0, number, : int(count[0, 0, number])].tolist()
+            assert len(used) == len(set(used))
+            found[number, used] = 1
+        return found.bool()
+
+    return (
+        listed(mask.full_kv_num_blocks, mask.full_kv_indices),
+        listed(mask.kv_num_blocks, mask.kv_indices),
+        tiled.all(3).all(1),
+        tiled.any(3).any(1),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(packed_rows(context=4 * TILE, slots=TILE // 4, block=8))
+def test_no_tile_is_called_full_that_is_not_and_none_that_somebody_sees_is_left_out(row: Packed) -> None:
+    full, partial, every, some = tiles_of(row)
+    assert not (full & ~every).any()
+    assert not (full & partial).any()
+    assert not (some & ~(full | partial)).any()
+
+
+def test_the_block_mask_of_one_long_document_has_exactly_the_tiles_that_torch_finds() -> None:
+    row = Packed([4 * TILE], [3 * TILE + 8 * n for n in range(16)], 16, 4 * TILE, 8)
+    full, partial, every, some = tiles_of(row)
+    assert full.equal(every) and (full | partial).equal(some) and int(full.sum()) == 3
+    starts, anchors = row.tensors()
+    rule = mask_mod(starts, anchors, row.context, row.block)
+    theirs = create_block_mask(rule, None, None, 128, 5 * TILE, device="cpu")
+    mine = block_mask(starts, anchors, row.context, row.block, rule)
+    assert mine.to_dense().bool().equal(theirs.to_dense().bool())
+
+
+@settings(deadline=None, max_examples=8)
+@given(packed_rows(context=2 * TILE, slots=16, block=8))
+def test_attention_under_the_block_mask_is_attention_under_the_dense_one(row: Packed) -> None:
+    starts, anchors = row.tensors()
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(TILE, 4, 16, generator=generator)
+    keys, values = (torch.randn(3 * TILE, 2, 16, generator=generator) for _ in range(2))
+    rule = mask_mod(starts, anchors, row.context, row.block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # flex_attention warns that it is not compiled here
+        sparse = attend(queries, keys, values, block_mask(starts, anchors, row.context, row.block, rule))
+    dense = attend(queries, keys, values, dense_mask(starts, anchors, row.context, row.block))
+    torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("filled", [0, 1, 3])
+def test_empty_slots_see_only_themselves_and_give_no_nan_forward_or_backward(filled: int) -> None:
+    row = Packed([9, 7], [3, 9, 12][:filled], 4, 24, 3)
+    starts, anchors = row.tensors()
+    mask = dense_mask(starts, anchors, row.context, row.block)
+    for slot in range(filled, 4):
+        for query in range(slot * 3, slot * 3 + 3):
+            assert mask[query].nonzero().flatten().tolist() == [24 + slot * 3 + k for k in range(3)]
+    queries, keys, values = (torch.randn(n, 2, 8, requires_grad=True) for n in (12, 36, 36))
+    out = attend(queries, keys, values, mask)
+    out.sum().backward()
+    assert out.isfinite().all()
+    for tensor in (queries, keys, values):
+        assert tensor.grad is not None and tensor.grad.isfinite().all()
+
+
+def test_an_anchor_that_begins_its_document_sees_no_context() -> None:
+    row = Packed([4, 6], [0, 4, 5], 3, 16, 2)
+    mask = dense_mask(*row.tensors(), row.context, row.block)[:, :16]
+    assert mask.sum(1).tolist() == [0, 0, 0, 0, 1, 1]
+    assert mask[4].nonzero().flatten().tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("context", "slots", "block", "fits"),
+    [(8192, 256, 16, True), (8192, 512, 10, False), (8200, 256, 16, False), (8192, 4, 16, False)],
+)
+def test_tiles_fit_only_shapes_that_cut_evenly(context: int, slots: int, block: int, fits: bool) -> None:
+    assert tiles_fit(context, slots, block) is fits
+
+
+def test_refilling_the_buffers_changes_the_rule_without_a_new_function() -> None:
+    first, second = Packed([24], [5, 9], 5, 24, 3), Packed([8, 16], [3, 20], 5, 24, 3)
+    starts, anchors = first.tensors()
+    sees = mask_mod(starts, anchors, 24, 3)
+    q, k = torch.arange(15)[:, None], torch.arange(39)[None]
+    nothing = torch.tensor(0)
+    assert sees(nothing, nothing, q, k).equal(first.oracle())
+    for buffer, value in zip((starts, anchors), second.tensors(), strict=True):
+        buffer.copy_(value)
+    assert sees(nothing, nothing, q, k).equal(second.oracle())
