@@ -47,8 +47,8 @@ class Series:
             pending.append((x, last))
             if len(pending) < stride:
                 continue
-            points.append(_merged(pending))
-            pending = []
+            points.append(pending[0] if stride == 1 else _merged(pending))
+            pending.clear()
             if len(points) >= LIMIT:
                 points = [_merged(points[i : i + 2]) for i in range(0, len(points), 2)]
                 stride *= 2

@@ -123,7 +123,7 @@ class LineView(ScrollView, can_focus=True):
         self._shown = lines
         self._resize()
         if self.stick_to_end and at_end:
-            self.scroll_end(animate=False, immediate=True)
+            self.call_after_refresh(self.scroll_end, animate=False, immediate=True)
         self.refresh()
 
     def _resize(self) -> None:

@@ -73,14 +73,8 @@ def _thread(thread: Thread, state: RunState, failed: bool) -> Text:
 
 
 def event_lines(state: RunState, width: int) -> list[Text]:
-    """The events, oldest first; the reader's view follows their end."""
+    """The events, oldest first, and at their end what is wrong with the history itself."""
     rows = []
-    if state.unread_bytes and state.total_bytes:
-        part = 1 - state.unread_bytes / state.total_bytes
-        rows.append(line((f"  history is being read: {part:.0%}", WARN)))
-    for name, count in state.unparsable.items():
-        lines = "line" if count == 1 else "lines"
-        rows.append(line((f"  ! {count:,} {lines} of {name} hold no record", WARN)))
     for event in state.events:
         shape, style = LEVELS[event.level]
         rows.append(
@@ -90,4 +84,10 @@ def event_lines(state: RunState, width: int) -> list[Text]:
                 remote(event.line, style),
             )
         )
+    for name, count in state.unparsable.items():
+        lines = "line holds" if count == 1 else "lines hold"
+        rows.append(line((f"         ! {count:,} {lines} no record: {name}", WARN)))
+    if state.unread_bytes and state.total_bytes:
+        part = 1 - state.unread_bytes / state.total_bytes
+        rows.append(line((f"         history is being read: {part:.0%}", WARN)))
     return rows or [line(("  no events yet", LABEL))]

@@ -1,0 +1,184 @@
+"""Every key, pressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.binding import Binding
+
+from controller.tui.app import RunApp
+from controller.tui.log_tail import LogNews
+from controller.tui.log_view import LogView
+from tests.tui import golden
+from tests.tui.conftest import Open, screen_text
+
+
+def log_of(app: object) -> LogView:
+    assert isinstance(app, RunApp)
+    return app.query_one("#log", LogView)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("2", "gradient norm"), ("3", "waiting for batches"), ("4", "replica 0 ready on")]
+)
+async def test_a_number_key_shows_its_tab_and_1_comes_back(key: str, text: str, open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        assert text not in screen_text(pilot)
+        await pilot.press(key)
+        await pilot.pause()
+        assert text in screen_text(pilot)
+        await pilot.press("1")
+        await pilot.pause()
+        assert "step  12345" in screen_text(pilot)
+        assert "Buckets" in screen_text(pilot)
+
+
+async def test_a_click_on_a_tabs_name_shows_it(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        await pilot.click("#tabs", offset=(24, 0))
+        await pilot.pause()
+        assert "drafter-1" in screen_text(pilot)
+
+
+async def test_z_gives_the_log_the_room_of_the_panels_and_back(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        await pilot.press("z")
+        await pilot.pause()
+        shown = screen_text(pilot)
+        assert "Buckets" not in shown
+        assert shown.count("tok/s") > 15
+        await pilot.press("z")
+        await pilot.pause()
+        assert "Buckets" in screen_text(pilot)
+
+
+async def test_x_hides_the_crash_and_shows_the_panels(open_run: Open) -> None:
+    async with open_run("dead_thread") as pilot:
+        assert "failed first" in screen_text(pilot)
+        await pilot.press("x")
+        await pilot.pause()
+        assert "failed first" not in screen_text(pilot)
+        assert "Buckets" in screen_text(pilot)
+        await pilot.press("x")
+        await pilot.pause()
+        assert "failed first" in screen_text(pilot)
+
+
+async def test_a_reader_who_scrolled_up_is_left_alone_until_he_follows_again(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        log = log_of(pilot.app)
+        await pilot.press("pageup")
+        await pilot.pause()
+        assert not log.following
+        assert "follow OFF" in screen_text(pilot)
+        before = log.visible_text()
+        log.add([LogNews(lines=tuple(f"new {n}" for n in range(20_000)))])
+        await pilot.pause()
+        assert log.visible_text() == before
+        assert log.waiting == 10_000
+        await pilot.press("f")
+        await pilot.pause()
+        assert log.following
+        assert "new 19999" in screen_text(pilot)
+
+
+@pytest.mark.parametrize("key", ["end", "G"])
+async def test_end_follows_again(key: str, open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        await pilot.press("home")
+        await pilot.pause()
+        assert "1095082 samples loaded" in screen_text(pilot)
+        await pilot.press(key)
+        await pilot.pause()
+        assert log_of(pilot.app).following
+
+
+async def test_slash_finds_by_regular_expression_and_n_goes_on(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        await pilot.press("slash", *"Target \\d on", "enter")
+        await pilot.pause()
+        log = log_of(pilot.app)
+        assert "6 lines match" in screen_text(pilot)
+        assert len(log.matches()) == 6
+        at = log.scroll_offset.y
+        await pilot.press("N")
+        await pilot.pause()
+        assert log.scroll_offset.y == at - 1
+        await pilot.press("n")
+        await pilot.pause()
+        assert log.scroll_offset.y == at
+        await pilot.press("escape")
+        assert log.matches() == []
+
+
+async def test_a_wrong_regular_expression_is_taken_literally(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        await pilot.press("slash", *"[   0,", "enter")
+        await pilot.pause()
+        assert "1 line matches" in screen_text(pilot)
+
+
+async def test_y_copies_to_the_terminal_and_a_file_and_says_where(open_run: Open, tmp_path: Path) -> None:
+    async with open_run("dead_thread", (160, 48)) as pilot:
+        await pilot.press("y")
+        await pilot.pause()
+        assert "copied, also to" in screen_text(pilot)
+        (copied,) = (tmp_path / "state-home").rglob("copied.txt")
+        assert "CUDA graph trees" in copied.read_text()
+        assert pilot.app.clipboard == copied.read_text().rstrip("\n")
+
+
+async def test_question_mark_lists_every_binding(open_run: Open) -> None:
+    async with open_run("healthy", (100, 40)) as pilot:
+        await pilot.press("question_mark")
+        await pilot.pause()
+        shown = screen_text(pilot)
+        for binding in RunApp.BINDINGS:
+            assert isinstance(binding, Binding)
+            assert binding.tooltip in shown
+        await pilot.press("escape")
+        await pilot.pause()
+        assert "Keys" not in screen_text(pilot)
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self, timeout: float = 0.0) -> None:
+        self.calls.append("stop")
+
+    def poke(self) -> None:
+        self.calls.append("poke")
+
+
+async def test_capital_r_reconnects_now(tmp_path: Path) -> None:
+    mirror = Watched()
+    directory = golden.reconnecting().write(tmp_path)
+    app = RunApp(directory, mirror, clock=lambda: golden.NOW, period_s=None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("R")
+        await pilot.pause()
+        assert mirror.calls == ["poke"]
+        assert "reconnecting now" in screen_text(pilot)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
+async def test_leaving_ends_the_view_and_asks_nothing_of_the_run(key: str, open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        await pilot.press(key)
+        await pilot.pause()
+        assert pilot.app.return_code == 0
+        assert not pilot.app.is_running or pilot.app._exit
+
+
+async def test_what_is_not_visible_is_not_drawn(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        app = pilot.app
+        assert isinstance(app, RunApp)
+        for name in ("threads", "events"):
+            assert not app.query_one(f"#{name}").lines  # type: ignore[attr-defined]

@@ -1,0 +1,114 @@
+"""The whole program on a real pseudo-terminal: it starts, shows, and `q` ends it at once."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from controller.errors import UsageError
+from controller.tui.app import run_tui
+from tests.tui import golden
+
+PROGRAM = """
+import sys, threading, time
+from pathlib import Path
+from controller.tui.app import run_tui
+
+class Stuck:  # a connection that hangs: its thread never looks at anything
+    def start(self):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    def stop(self, timeout=0.0):
+        time.sleep(min(timeout, 0.2))
+    def poke(self):
+        pass
+
+sys.exit(run_tui(Path(sys.argv[1]), Stuck()))
+"""
+
+
+class Terminal:
+    """A child on a pseudo-terminal of 80x24."""
+
+    def __init__(self, directory: Path) -> None:
+        self.master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 80))
+        self.before = termios.tcgetattr(slave)
+        environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(directory)], stdin=slave, stdout=slave, stderr=slave,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        self.slave = slave
+        self.output = b""
+
+    def read_until(self, text: bytes, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while text not in self.output:
+            left = until - time.monotonic()
+            assert left > 0, self.output[-2000:]
+            if select.select([self.master], [], [], left)[0]:
+                self.output += os.read(self.master, 65536)
+
+    def finish(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while self.child.poll() is None:
+            assert time.monotonic() < until, "the view did not end"
+            if select.select([self.master], [], [], 0.01)[0]:
+                self.output += os.read(self.master, 65536)
+        while select.select([self.master], [], [], 0.05)[0]:
+            self.output += os.read(self.master, 65536)
+        return self.child.returncode
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            os.kill(self.child.pid, signal.SIGKILL)
+            self.child.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+def test_q_ends_the_process_at_once_with_a_connection_that_hangs_and_restores_the_terminal(
+    tmp_path: Path,
+) -> None:
+    terminal = Terminal(golden.healthy().write(tmp_path))
+    try:
+        terminal.read_until(b"1129-a7f3", 30)
+        terminal.read_until(b"detach", 30)
+        began = time.monotonic()
+        os.write(terminal.master, b"q")
+        assert terminal.finish(10) == 0
+        took = time.monotonic() - began
+        assert took < 2.0, "0.5 s on a machine that is not busy (bench.tui measures it)"
+        assert b"\x1b[?1049l" in terminal.output, "the alternate screen was left"
+        assert b"\x1b[?25h" in terminal.output, "the cursor is back"
+        assert termios.tcgetattr(terminal.slave) == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_a_run_that_goes_on_is_redrawn_every_second(tmp_path: Path) -> None:
+    run = golden.healthy()
+    directory = run.write(tmp_path)
+    terminal = Terminal(directory)
+    try:
+        terminal.read_until(b"12,345", 30)
+        assert run.progress is not None
+        run.progress["step"] = 12_399
+        run.write(directory)
+        terminal.read_until(b"12,399", 10)
+    finally:
+        terminal.close()
+
+
+def test_without_a_terminal_it_says_what_to_use_instead(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs a terminal"):
+        run_tui(tmp_path, None)

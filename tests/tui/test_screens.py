@@ -1,0 +1,194 @@
+"""What is on the screen in each situation, at the three sizes that the design names and below them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.run_reader import RunReader
+from controller.tui.arrangement import arrange
+from controller.tui.overview import status_line
+from controller.tui.palette import OKABE_ITO
+from tests.tui import golden
+from tests.tui.conftest import Open, app_of, screen_text
+
+SNAPSHOTS = [
+    ("healthy", (60, 20)), ("healthy", (80, 24)), ("healthy", (160, 48)), ("dead_thread", (80, 24)),
+    ("dead_thread", (160, 48)), ("no_news", (60, 20)), ("reconnecting", (80, 24)), ("no_gpu", (80, 24)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), SNAPSHOTS, ids=lambda v: v if isinstance(v, str) else f"{v[0]}x{v[1]}"
+)
+def test_the_screen_is_as_it_was_approved(
+    name: str, size: tuple[int, int], snap_compare: Any, tmp_path: Path
+) -> None:
+    app = app_of(golden.SITUATIONS[name](), tmp_path / "run")
+
+    async def settle(pilot: Any) -> None:
+        await pilot.pause()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=settle)
+
+
+FIRST_WORDS = {
+    "healthy": "● LIVE 1.2s", "first_minute": "● LIVE 1.2s", "nan_loss": "● LIVE 1.2s",
+    "dead_thread": "✗ FAILED rc=1", "killed": "✗ KILLED SIGKILL", "lost": "† LOST",
+    "no_news": "○ STALE 40s", "reconnecting": "↻ RECONNECTING #3 next 8s", "stalled": "▲ STALLED 75s",
+    "no_gpu": "● LIVE 1.2s", "gpu_lost": "● LIVE 1.2s", "sixteen_gpus": "● LIVE 1.2s",
+    "finished": "✓ FINISHED", "stopped": "■ STOPPED", "hostile_text": "● LIVE 1.2s",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", golden.SITUATIONS)
+def test_state_and_age_come_first_in_every_situation(name: str, tmp_path: Path) -> None:
+    golden.SITUATIONS[name]().write(tmp_path)
+    state = RunReader(tmp_path, scale=1.0).poll(golden.NOW)
+    assert status_line(state, 60).plain.startswith(f" {FIRST_WORDS[name]} ")
+
+
+SMALL_AND_LARGE = [(1, 1), (10, 4), (40, 10), (79, 23), (220, 60)]
+
+
+@pytest.mark.parametrize("name", ["healthy", "dead_thread"])
+async def test_no_terminal_is_too_small_or_too_large(name: str, open_run: Open) -> None:
+    async with open_run(name) as pilot:
+        for width, height in SMALL_AND_LARGE:
+            await pilot.resize_terminal(width, height)
+            await pilot.pause()
+            rows = screen_text(pilot).split("\n")
+            first = f" {FIRST_WORDS[name]} "
+            assert len(rows) == height
+            assert rows[0].startswith(first if width > len(first) else first[: width - 1])
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 120), st.integers(0, 16), st.integers(0, 12), st.integers(0, 24),
+    st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_every_size_has_an_arrangement_that_fits_and_leaves_a_log(
+    width: int, height: int, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool, crash: bool
+) -> None:
+    one = arrange(width, height, gpus=gpus, buckets=buckets, threads=threads, detail=detail,
+                  zoomed=zoomed, crash=crash)  # fmt: skip
+    lines = 1 + one.learning + one.speed + one.detail + one.tabs + one.footer
+    taken = lines + one.middle_rows + one.crash_rows
+    assert taken <= height
+    assert height < 3 or height - taken >= 1, "a row of the log stays"
+    assert one.panel_columns + one.curves_columns <= width
+
+
+def test_a_bigger_terminal_never_shows_less() -> None:
+    def shown(height: int) -> list[int]:
+        one = arrange(80, height, gpus=8, buckets=6, threads=10, detail=False, zoomed=False, crash=False)
+        return [one.learning, one.tabs, one.speed, one.footer, one.gpu_rows, one.flow, one.bucket_rows]
+
+    for height in range(1, 60):
+        assert all(a <= b for a, b in zip(shown(height), shown(height + 1), strict=True)), height
+
+
+async def test_dead_and_no_news_differ_in_word_and_shape_without_colours(open_run: Open) -> None:
+    firsts = []
+    for name in ("lost", "no_news"):
+        async with open_run(name, (60, 20)) as pilot:
+            firsts.append(screen_text(pilot).split()[:2])
+    assert firsts == [["†", "LOST"], ["○", "STALE"]]
+
+
+async def test_without_news_the_last_known_state_and_the_age_of_each_panel_are_said(open_run: Open) -> None:
+    async with open_run("no_news") as pilot:
+        shown = screen_text(pilot)
+        assert "was running" in shown
+        assert shown.count("○ stale") == 2
+        assert "nobody on this machine is connected" in shown
+
+
+async def test_the_traceback_of_the_first_failed_thread_stands_under_its_diagnosis(open_run: Open) -> None:
+    async with open_run("dead_thread", (160, 48)) as pilot:
+        shown = screen_text(pilot)
+        order = [
+            "drafter-1", "failed first", "what CUDA graph trees", "why", "do", "crash/thread-drafter-1.json",
+            "remote_payload/train/execution.py", "assert torch._C._is_key_in_tls", "AssertionError",
+        ]  # fmt: skip
+        places = [shown.index(order[0])]
+        for text in order[1:]:
+            places.append(shown.index(text, places[-1]))
+        assert "BrokenBarrierError" not in shown
+
+
+async def test_a_machine_without_gpus_says_so_and_why(open_run: Open) -> None:
+    async with open_run("no_gpu") as pilot:
+        assert "none: nvidia-smi is not installed" in screen_text(pilot)
+
+
+async def test_a_gpu_in_trouble_has_its_word_in_the_place_of_its_bar(open_run: Open) -> None:
+    async with open_run("gpu_lost") as pilot:
+        rows = screen_text(pilot).split("\n")
+        assert any("3 T" in row and "LOST" in row and "GPU is lost" in row for row in rows)
+        assert any("6 D  HOT " in row and "91C" in row for row in rows)
+        assert any("7 D  FULL " in row for row in rows)
+
+
+async def test_a_busy_gpu_at_its_power_cap_shows_no_word(open_run: Open) -> None:
+    async with open_run("sixteen_gpus", (80, 40)) as pilot:
+        shown = screen_text(pilot)
+        assert "16 × H200" in shown
+        assert not any(word in shown for word in ("THROTTLED", "HOT", "IDLE", "FULL"))
+
+
+async def test_a_loss_that_is_no_number_is_said_in_the_first_lines_and_is_a_gap(open_run: Open) -> None:
+    async with open_run("nan_loss", (160, 48)) as pilot:
+        shown = screen_text(pilot)
+        assert "loss NaN" in shown
+        assert "gap" in shown
+        assert "The loss or its gradient is not a number." in shown
+        await pilot.press("4")
+        await pilot.pause()
+        assert "not finite at step 12,300, bucket 5, samples 10442, 91007" in screen_text(pilot)
+
+
+async def test_text_of_the_remote_is_shown_as_it_is_and_does_nothing(open_run: Open) -> None:
+    async with open_run("hostile_text", (100, 40)) as pilot:
+        shown = screen_text(pilot)
+        assert "[/home/u]" in shown
+        assert "[rank0]: boom [/home/u] [bold]not bold[/bold]" in shown
+        assert "red and plain" in shown
+        assert "100%|####################| 100/100" in shown
+        assert shown.count("/100 [00:01") == 1
+        assert "the last line is only ha" in shown
+        assert "\x1b" not in shown
+        for key, text in (("3", "[/red]"), ("4", "L['x'] [/bold] changed")):
+            await pilot.press(key)
+            await pilot.pause()
+            assert text in screen_text(pilot)
+        assert "2 lines hold no record: events.jsonl" in screen_text(pilot)
+
+
+async def test_curves_stand_beside_from_100_columns_on(open_run: Open) -> None:
+    async with open_run("healthy", (100, 30)) as pilot:
+        assert " loss " in screen_text(pilot).split("\n")[3]
+        await pilot.resize_terminal(99, 30)
+        await pilot.pause()
+        await pilot.pause()
+        assert " loss " not in screen_text(pilot).split("\n")[3]
+
+
+async def test_no_color_leaves_no_colour(open_run: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with open_run("dead_thread") as pilot:
+        assert pilot.app.no_color
+        svg = pilot.app.export_screenshot()
+        assert not [colour for colour in OKABE_ITO[1:] if colour.lower() in svg.lower()]
+
+
+async def test_the_states_use_the_colours_of_okabe_and_ito(open_run: Open) -> None:
+    async with open_run("healthy") as pilot:
+        svg = pilot.app.export_screenshot().lower()
+        assert "#009e73" in svg
+        assert "#f0e442" in svg
