@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from remote_payload.crash import one_line
 from remote_payload.job import JobError
 
 
@@ -40,11 +42,24 @@ class Target:
     def load(
         cls, source: str | Path, tap_layers: tuple[int, ...], *, device: torch.device, dtype: torch.dtype
     ) -> Target:
-        """Load safetensors weights onto `device`; raises JobError naming `source` when that fails."""
+        """Load safetensors weights onto `device`; raises JobError naming `source` when that fails.
+
+        A weight that the files lack is refused too: transformers fills it in at random, and a random head
+        trains a drafter that drafts nothing (SpecForge #455).
+        """
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
-        except (OSError, ValueError, ImportError) as error:
-            raise JobError(f"target {str(source)!r} cannot be loaded: {error}") from error
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+            raise JobError(f"target {str(source)!r} cannot be loaded: {one_line(error)}") from error
+        model, found = loaded
+        if missing := sorted(found["missing_keys"]):
+            raise JobError(
+                f"target {str(source)!r} has no {', '.join(missing[:3])}"
+                f"{f' and {len(missing) - 3} more weights' if len(missing) > 3 else ''}; expected a model as"
+                f" save_pretrained writes it"
+            )
         return cls(model.to(device), tap_layers)
 
     @property
@@ -117,14 +132,17 @@ def read_config(source: str | Path) -> Any:
     try:
         return text_config(AutoConfig.from_pretrained(source))
     except (OSError, ValueError) as error:
-        raise JobError(f"target {str(source)!r} has no usable config: {error}") from error
+        raise JobError(f"target {str(source)!r} has no usable config: {one_line(error)}") from error
 
 
 def special_ids(source: str | Path, config: Any) -> dict[str, set[int]]:
-    """Ids that end or pad a text, by name: what a mask token must never be."""
+    """Ids that end or pad a text, by name: what a mask token must never be. Raises JobError."""
     found: dict[str, set[int]] = {}
     generation = Path(source) / "generation_config.json"
-    extra = json.loads(generation.read_text()) if generation.is_file() else {}
+    try:
+        extra = json.loads(generation.read_text()) if generation.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise JobError(f"{generation}: cannot be read: {one_line(error)}") from error
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         for value in (getattr(config, name, None), extra.get(name)):
             ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -140,8 +158,9 @@ def check_mask_token(mask_token_id: int, config: Any, special: dict[str, set[int
             f" expected an id below that"
         )
     for name in ("eos_token_id", "pad_token_id"):
-        if mask_token_id in special.get(name, ()):
+        taken = sorted(special.get(name, ()))
+        if mask_token_id in taken:
             raise JobError(
-                f"mask_token_id = {mask_token_id} is the target's {name} ({mask_token_id}); expected a row of"
-                f" the embedding that means nothing else"
+                f"mask_token_id = {mask_token_id} is the target's {name} ({', '.join(map(str, taken))});"
+                f" expected a row of the embedding that means nothing else"
             )

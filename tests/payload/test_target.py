@@ -1,0 +1,179 @@
+"""The frozen target: its taps, its heads, and what a mask token must not be."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from remote_payload.job import JobError
+from remote_payload.train.features import pack
+from remote_payload.train.target import Target, check_mask_token, read_config, special_ids
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+FAMILIES = ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text"]
+
+
+def write_target(folder: Path, family: str = "Qwen3", **changes: Any) -> Path:
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, taps: tuple[int, ...] = (0, 2, 3)) -> Target:
+    return Target.load(folder, taps, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taps_are_the_hidden_states_after_their_layers_and_the_head_is_the_one_in_use(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    target = load(write_target(tmp_path, family, tie_word_embeddings=tied))
+    ids = torch.randint(3, 67, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = target.model(input_ids=ids, output_hidden_states=True)
+    target.tapped()
+    expected = torch.cat([whole.hidden_states[k + 1] for k in (0, 2, 3)], -1)
+    found = target.features(ids)
+    assert found.shape == (2, 9, 3 * 24)
+    torch.testing.assert_close(found, expected)
+    saved = load_file(tmp_path / "model.safetensors")
+    table = next(value for name, value in saved.items() if name.endswith("embed_tokens.weight"))
+    assert target.embedding.weight.equal(table)
+    assert target.head.equal(table if tied else saved["lm_head.weight"])
+    logits = torch.nn.functional.linear(whole.hidden_states[-1], target.head)
+    if family == "Gemma2":
+        logits = torch.tanh(logits / 30) * 30  # its soft cap keeps the order
+    torch.testing.assert_close(whole.logits, logits)
+
+
+def test_the_embedding_is_what_the_first_layer_sees_in_a_model_that_scales_it(tmp_path: Path) -> None:
+    target = load(write_target(tmp_path, "Gemma3Text"))
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        first = target.model(input_ids=ids, output_hidden_states=True).hidden_states[0]
+        torch.testing.assert_close(target.embedding(ids), first)
+        assert not target.embedding.weight[ids].allclose(first)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_row_has_the_features_of_the_same_row_alone(tmp_path: Path, family: str) -> None:
+    target = load(write_target(tmp_path, family))
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 67, (n,), generator=generator) for n in (11, 4)]
+    ids = torch.zeros(2, 11, dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    packed = pack(target.features(ids), [11, 4])
+    alone = torch.cat([target.features(row[None])[0] for row in rows])
+    assert packed.shape == alone.shape
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_taps_of_two_threads_on_one_target_do_not_mix(tmp_path: Path) -> None:
+    target = load(write_target(tmp_path))
+    inputs = [torch.full((1, 6), 5 + n) for n in range(2)]
+    expected = [target.features(ids) for ids in inputs]
+    wrong: list[int] = []
+
+    def many(number: int) -> None:
+        for _ in range(60):
+            if not target.features(inputs[number]).equal(expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=many, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_target_is_frozen(tmp_path: Path) -> None:
+    target = load(write_target(tmp_path))
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert not target.features(torch.tensor([[3, 4]])).requires_grad
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_and_never_filled_in_at_random(tmp_path: Path) -> None:
+    write_target(tmp_path, tie_word_embeddings=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(JobError, match=r"lm_head\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no safetensors", bytes(64)], ids=["empty", "text", "zeros"])
+def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: bytes) -> None:
+    write_target(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    with pytest.raises(JobError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"model_type": "nothing-like-it"}', "[]", "{}"])
+def test_a_damaged_config_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(JobError, match=str(tmp_path)):
+        read_config(tmp_path)
+
+
+def test_special_ids_come_from_config_and_generation_config(tmp_path: Path) -> None:
+    write_target(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9], "pad_token_id": 5}))
+    found = special_ids(tmp_path, read_config(tmp_path))
+    assert found == {"eos_token_id": {1, 9}, "pad_token_id": {0, 5}, "bos_token_id": {2}}
+
+
+def test_a_damaged_generation_config_is_refused_by_name(tmp_path: Path) -> None:
+    write_target(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(JobError, match=r"generation_config\.json"):
+        special_ids(tmp_path, read_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (1, r"mask_token_id = 1 is the target's eos_token_id \(1, 9\)"),
+        (9, r"mask_token_id = 9 is the target's eos_token_id \(1, 9\)"),
+        (0, r"mask_token_id = 0 is the target's pad_token_id \(0\)"),
+        (67, r"mask_token_id = 67: the target's embedding has 67 rows"),
+        (10**9, r"mask_token_id = 1000000000: the target's embedding has 67 rows"),
+    ],
+)
+def test_a_mask_token_that_means_something_or_has_no_row_is_refused_naming_both_ids(
+    tmp_path: Path, mask: int, expected: str
+) -> None:
+    config = read_config(write_target(tmp_path))
+    special = special_ids(tmp_path, config)
+    special["eos_token_id"].add(9)
+    with pytest.raises(JobError, match=expected):
+        check_mask_token(mask, config, special)
+    check_mask_token(66, config, special)
