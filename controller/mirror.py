@@ -82,7 +82,9 @@ class Mirror:
         self.error: DflashctlError | None = None
         """The newest trouble; None while connected."""
         self.holds_lock = False
-        """Whether this mirror is the one that writes."""
+        """Whether this mirror is the one that writes, and `mirror.json` its own."""
+        self.reads_only = False
+        """Whether another mirror was seen to hold the folder, and this one waits for its end."""
 
     def start(self) -> None:
         """Begin, in a thread of its own. Once only."""
@@ -130,10 +132,11 @@ class Mirror:
             while not self._stop.is_set():
                 try:
                     if self._files.lock():
-                        self.holds_lock = True
+                        self.reads_only = False
                         self._hold()
                         return
                     self.error = None
+                    self.reads_only = True
                     if self._once:
                         return
                     self._stop.wait(self._timing.lock_s)
@@ -159,6 +162,7 @@ class Mirror:
         if left.get("state") == "ended" and not (self._whole_log and self._has_holes()):
             return
         self._say("connecting")
+        self.holds_lock = True
         while not self._stop.is_set():
             try:
                 if self._follow():
@@ -206,6 +210,7 @@ class Mirror:
         self.error = error
         self._files.connection |= {
             "state": state,
+            "complete": state == "ended",
             "since": round(self._since[1], 3),
             "tries": self._tries,
             "next_try": None if next_try is None else round(next_try, 3),
@@ -320,6 +325,7 @@ class Mirror:
         self._files.connection |= {"beat": beat.record, "last_heard": round(now, 3), "tries": 0}
         self._files.note(beat)
         complete = self._files.complete(beat, whole_log=self._whole_log)
+        self._files.connection["complete"] = complete
         if complete and self._over(beat):
             self._say("ended")
             return True

@@ -1,0 +1,163 @@
+"""`logs`: the run's log on stdout, every byte once; what happens to the connection on stderr.
+
+Only bytes of the log reach stdout, never half a character, and half a line only when nothing has come
+for a moment or nothing will come any more. A connection that is lost, refused or slow is told on stderr,
+one line per change, and never ends a follower: the run decides how that ends, and with which exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
+
+from controller.errors import DflashctlError, ProtocolError, RunLostError
+from controller.mirror_reader import MirrorReader
+from controller.trouble import Trouble
+from controller.waiting import Waiter, wait_until_current
+
+if TYPE_CHECKING:
+    from controller.mirror import Mirror
+
+QUIET_S: Final = 0.5
+"""A half line is printed after so many seconds without more: a prompt, a progress bar."""
+_LONGEST: Final = 1 << 16
+"""A line without an end is printed in pieces from here on."""
+
+
+def follow_log(
+    directory: Path,
+    *,
+    follow: bool,
+    tail: int | None,
+    out: BinaryIO,
+    mirror: Mirror | None = None,
+    notes: TextIO | None = None,
+) -> int:
+    """Print the log of the run mirrored in `directory` to `out`; `tail`: only its last lines, and on.
+
+    `mirror` is the one that this process started for the folder (with `once` unless `follow`); without
+    it what others write is followed. Returns the run's exit code when it followed to the end, and 0 when
+    it did not follow. Raises ProtocolError when the feed refuses for good, BrokenPipeError when nobody
+    reads `out` any more, and without `follow` the error that kept us from getting a single byte.
+    """
+    reader = MirrorReader(directory)
+    printer = _Printer(out)
+    trouble = Trouble(sys.stderr if notes is None else notes, lambda: printer.at_line_start)
+    waiter = Waiter(mirror, out)
+    if tail is not None or not follow:
+        wait_until_current(reader, trouble, waiter)
+    if tail is not None:
+        reader.skip_to_last_lines(tail)
+    try:
+        while True:
+            seen, gave_up = waiter.seen(), waiter.gave_up  # before the record that they are about
+            record = reader.record()
+            ended = record.get("state") == "ended"
+            trouble.tell(record, mirror, time.time(), quiet=not follow)
+            piece = reader.read()
+            if piece is not None:
+                if piece.restarted:
+                    printer.finish()
+                    trouble.note("the log was truncated or replaced; it begins anew")
+                if piece.missing and tail is None:
+                    trouble.note(f"{piece.missing} older bytes were not copied and are left out here")
+                if piece.data:
+                    trouble.clear()
+                    printer.write(piece.data)
+                continue
+            if ended or not follow:
+                break
+            if gave_up:
+                raise _refusal(record, mirror)
+            printer.idle()
+            waiter.wait(seen)
+    finally:
+        trouble.clear()
+    printer.finish()
+    if not follow:
+        if mirror is not None and mirror.error is not None and record.get("last_heard") is None:
+            raise mirror.error
+        if not ended:
+            trouble.tell_age(record, mirror, time.time())
+        return 0
+    return exit_code(directory)
+
+
+def exit_code(directory: Path) -> int:
+    """The exit code of the ended run mirrored in `directory`: the design's, 74 when nobody says more."""
+    from controller.run_reader import RunReader
+
+    code = RunReader(directory).poll(time.time()).exit_code
+    return RunLostError.exit_code if code is None else code
+
+
+def _refusal(record: dict[str, object], mirror: Mirror | None) -> DflashctlError:
+    if mirror is not None and mirror.error is not None:
+        return mirror.error
+    return ProtocolError(str(record.get("error") or "the mirror ended before the run did"))
+
+
+class _Printer:
+    """Bytes of a log to a stream, cut only where a reader may see a cut."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._held = b""
+        self._held_since = 0.0
+        self._terminal = _is_terminal(out)
+        self._ends_a_line = True
+
+    @property
+    def at_line_start(self) -> bool:
+        """Whether a note on the same terminal would begin a line of its own."""
+        return self._ends_a_line or not self._terminal
+
+    def write(self, data: bytes) -> None:
+        """Print `data` up to its last line end; a `\\r` ends a progress bar's state."""
+        data = self._held + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if len(data) - end > _LONGEST:
+            end = whole_characters(data)
+        self._print(data[:end])
+        self._held = data[end:]
+        self._held_since = time.monotonic()
+
+    def idle(self) -> None:
+        """Nothing new came: print a half line that has waited long enough."""
+        if self._held and time.monotonic() - self._held_since >= QUIET_S:
+            end = whole_characters(self._held)
+            self._print(self._held[:end])
+            self._held = self._held[end:]
+
+    def finish(self) -> None:
+        """Print what is held: nothing will continue it."""
+        self._print(self._held)
+        self._held = b""
+
+    def _print(self, data: bytes) -> None:
+        if data:
+            self._out.write(data)
+            self._out.flush()
+            self._ends_a_line = data.endswith(b"\n")
+
+
+def _is_terminal(out: BinaryIO) -> bool:
+    try:
+        return os.isatty(out.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def whole_characters(data: bytes) -> int:
+    """How many bytes of `data` do not belong to a UTF-8 character that is cut off at its end."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4 if byte < 0xF8 else 1
+            return len(data) - back if needed > back else len(data)
+        if byte < 0x80:
+            break
+    return len(data)

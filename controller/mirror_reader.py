@@ -1,0 +1,146 @@
+"""The reading half of a mirror folder: the bytes of train.log, in order, once, whoever writes the folder.
+
+A reader never looks behind what `mirror.json` claims, with one exception that keeps it as fast as the
+writer: bytes from the end of the last extent to the end of the file are good too, if the generation is
+still the same after they were read (`mirror_files` says why).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from controller.extents import Extents
+from controller.mirror_files import MIRROR
+from remote_payload import rundir
+
+_MOST: Final = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The next bytes of a file, and what lies between them and the ones before."""
+
+    data: bytes
+    missing: int = 0
+    """Bytes before `data` that the mirror does not have."""
+    restarted: bool = False
+    """The file was truncated or replaced: `data` does not continue what came before."""
+
+
+class MirrorReader:
+    """Reads one appended file of the mirror in `directory` from its start.
+
+    `skip_holes`: go on behind bytes that are missing; otherwise wait until they are there.
+    """
+
+    def __init__(self, directory: Path, name: str = rundir.TRAIN_LOG, *, skip_holes: bool = True) -> None:
+        self._directory = directory
+        self._name = name
+        self._skip_holes = skip_holes
+        self._key: tuple[int, int, int] | None = None
+        self._record: dict[str, Any] = {}
+        self._generation: int | None = None
+        self._offset = 0
+
+    def record(self) -> dict[str, Any]:
+        """`mirror.json` as it is now; empty when there is none."""
+        path = self._directory / MIRROR
+        try:
+            status = path.stat()
+            key = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if key != self._key:
+                self._record = rundir.read_whole(path) or {}
+                self._key = key
+        except OSError:
+            self._record, self._key = {}, None
+        return self._record
+
+    def read(self, most: int = _MOST) -> Piece | None:
+        """The next bytes, at most `most`; None when there are none now."""
+        while True:
+            generation, extents = self._extents()
+            if generation is None:
+                return None
+            restarted = self._generation is not None and generation != self._generation
+            offset = self._offset if generation == self._generation else 0
+            piece = self._piece(extents, offset, most)
+            if self._extents()[0] != generation:
+                continue  # it began anew while we read
+            if piece is None and not restarted:
+                return None
+            self._generation = generation
+            data, start = piece or (b"", offset)
+            self._offset = start + len(data)
+            return Piece(data, start - offset, restarted)
+
+    def skip_to_last_lines(self, count: int) -> None:
+        """Go to where the last `count` lines begin (an unfinished one counts), if they are here."""
+        generation, extents = self._extents()
+        if generation is None:
+            return
+        first, end = 0, self._end(extents)
+        for start, _ in extents:
+            first = start
+        position, wanted = end, count
+        try:
+            with (self._directory / self._name).open("rb") as file:
+                while position > first and count:
+                    start = max(first, position - 65536)
+                    file.seek(start)
+                    block = file.read(position - start)
+                    if position == end and not block.endswith(b"\n"):
+                        wanted -= 1
+                    at = len(block)
+                    while wanted >= 0 and (at := block.rfind(b"\n", 0, at)) >= 0:
+                        wanted -= 1
+                        if wanted < 0:
+                            start += at + 1
+                            break
+                    position = start
+                    if wanted < 0:
+                        break
+        except OSError:
+            return
+        self._generation, self._offset = generation, position
+
+    def _piece(self, extents: Extents, offset: int, most: int) -> tuple[bytes, int] | None:
+        if not extents:
+            return None
+        found = extents.run_from(offset)
+        if found is None:
+            start, stop = offset, self._end(extents)
+        else:
+            start, stop = found
+            if stop == extents.end:
+                stop = self._end(extents)
+        if start > offset and not self._skip_holes:
+            return None
+        try:
+            descriptor = os.open(self._directory / self._name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            data = os.pread(descriptor, max(0, min(most, stop - start)), start)
+        finally:
+            os.close(descriptor)
+        return (data, start) if data else None
+
+    def _end(self, extents: Extents) -> int:
+        """Where the known bytes end: the file's size, if it has grown since the last claim."""
+        if not extents:
+            return 0
+        try:
+            return max(extents.end, (self._directory / self._name).stat().st_size)
+        except OSError:
+            return 0
+
+    def _extents(self) -> tuple[int | None, Extents]:
+        files = self.record().get("files")
+        entry = files.get(self._name) if isinstance(files, dict) else None
+        generation = entry.get("generation") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or type(generation) is not int:
+            return None, Extents()
+        return generation, Extents.from_json(entry.get("extents"))

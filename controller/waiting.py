@@ -1,0 +1,83 @@
+"""Waiting for a mirror: for its news, or until it holds all that its run has written so far."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from controller.mirror_reader import MirrorReader
+from controller.run_records import number
+from controller.timing import Timing
+from controller.trouble import Trouble
+
+if TYPE_CHECKING:
+    from controller.mirror import Mirror
+
+_READER_S: Final = 0.05
+"""How often a reader looks for new bytes when another process writes the mirror."""
+_PATIENCE_S: Final = 2.0
+
+
+class Waiter:
+    """Waits for news of the mirror, wherever it is written; `out` is watched for its reader's end.
+
+    `mirror` is the one that this process runs for the folder; None: only others write.
+    """
+
+    def __init__(self, mirror: Mirror | None, out: BinaryIO | None = None) -> None:
+        self.mirror = mirror
+        self._start = time.time()
+        self._stale_s = 5 * Timing.from_environment().beat_s
+        self._poll = select.poll()
+        if out is not None:
+            with contextlib.suppress(OSError, ValueError):  # not every stream has a descriptor
+                self._poll.register(out.fileno(), 0)  # asks for nothing but its reader's end
+
+    def seen(self) -> int:
+        """What `wait` is to compare with."""
+        return self.mirror.news_count if self.mirror else 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Our own mirror has ended, for whatever reason."""
+        return self.mirror is not None and not self.mirror.running
+
+    def is_settled(self, record: Mapping[str, Any]) -> bool:
+        """Whether `record` (`mirror.json`) tells of all that can be had now.
+
+        A record that a dead process left may say so too; only one that somebody keeps counts.
+        """
+        settled = record.get("complete") is True or record.get("state") in (
+            "reconnecting",
+            "refused",
+            "ended",
+        )
+        if self.mirror is None or self.mirror.reads_only:
+            t = number(record, "t")
+            if t is None or time.time() - t > self._stale_s:
+                return time.time() - self._start > _PATIENCE_S  # its writer stands still
+            return settled
+        return not self.mirror.running or (self.mirror.holds_lock and settled)
+
+    def wait(self, seen: int) -> None:
+        """Until there may be news; raises BrokenPipeError when nobody reads our output any more."""
+        if any(event & select.POLLERR for _, event in self._poll.poll(0)):
+            raise BrokenPipeError
+        if self.mirror is not None and self.mirror.holds_lock:
+            self.mirror.wait_for_news(seen, 0.25)
+        else:
+            time.sleep(_READER_S)
+
+
+def wait_until_current(reader: MirrorReader, trouble: Trouble, waiter: Waiter) -> None:
+    """Wait until all that the run has written is here, or it is known that it cannot be had now."""
+    while True:
+        seen = waiter.seen()
+        record = reader.record()
+        if waiter.is_settled(record):
+            return
+        trouble.tell(record, waiter.mirror, time.time(), quiet=False)
+        waiter.wait(seen)
