@@ -76,7 +76,8 @@ class History:
         if not records:
             return self
         points: dict[str, list[tuple[float, float | None]]] = {name: [] for name in CURVES}
-        ema, accuracy, dataset = self.ema, self.accuracy, self.dataset
+        ema, dataset = self.ema, self.dataset
+        newest: Record = {}
         evaluations = list(self.evaluations)
         nonfinite = self.nonfinite
         for record in records:
@@ -87,7 +88,7 @@ class History:
                 points["loss_ema"].append((step, ema.value))
                 for name in _STEP_CURVES:
                     points[name].append((step, number(record, name)))
-                accuracy = numbers(record, "accuracy") or accuracy
+                newest = record
             elif kind == "eval":
                 evaluations.append(run_events.evaluation(record))
                 if step is not None:
@@ -101,7 +102,7 @@ class History:
         return History(
             curves={name: series.extended(points[name]) for name, series in self.curves.items()},
             ema=ema,
-            accuracy=accuracy,
+            accuracy=numbers(newest, "accuracy") or self.accuracy,
             dataset=dataset,
             evaluations=tuple(evaluations[-100:]),
             events=(*self.events, *run_events.events(records))[-run_events.KEPT :],
