@@ -1,0 +1,104 @@
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.errors import UnreachableError
+from controller.mirror import Mirror
+from controller.run_state import RunState
+from controller.status import print_status, read_state, state_record, status_lines
+from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
+from tests.tui.golden import NOW, SITUATIONS
+
+
+def state_of(situation: str, folder: Path) -> RunState:
+    SITUATIONS[situation]().write(folder)
+    return read_state(folder, NOW)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_every_situation_has_safe_lines_and_a_json_twin(situation: str, tmp_path: Path) -> None:
+    state = state_of(situation, tmp_path)
+    lines = status_lines(state)
+    assert state.state in lines[0]
+    assert all(len(line) < 4200 and line.isprintable() for line in lines)
+    text = json.dumps(state_record(state), allow_nan=False)
+    record = json.loads(text)
+    assert record["state"] == state.state
+    assert record["ended"] == state.ended
+    assert record["exit_code"] == state.exit_code
+    assert record["run"] == state.run_id
+
+
+def test_the_json_twin_leaves_nothing_of_the_state_out(tmp_path: Path) -> None:
+    state = state_of("dead_thread", tmp_path)
+    record = state_record(state)
+    renamed = {"run_id", "health", "history", "gpu_table", "supervisor_events"}
+    missing = {field.name for field in dataclasses.fields(RunState)} - set(record) - renamed
+    assert not missing
+    assert set(record) >= {"events", "gpus", "curves", "evaluations", "headline", "detail", "alarms"}
+    assert record["crashes"][0]["traceback"] == state.crashes[0].traceback
+    step, loss = record["curves"]["loss"][-1]
+    assert (step, loss) == state.curves["loss"].all_points[-1]
+
+
+def test_a_person_sees_state_step_loss_and_where(tmp_path: Path) -> None:
+    text = "\n".join(status_lines(state_of("healthy", tmp_path)))
+    assert "LIVE" in text
+    assert "news of 1.2s ago" in text
+    assert "step 12,345 of 50,000 (25%)" in text
+    assert "loss " in text
+    assert "tau " in text
+    assert "job qwen3-8b on gpu1/200, attempt 1" in text
+
+
+def test_a_failed_run_shows_who_failed_first_and_what_to_do(tmp_path: Path) -> None:
+    text = "\n".join(status_lines(state_of("dead_thread", tmp_path)))
+    assert "FAILED" in text
+    assert "failed first: thread" in text
+    assert "what to do:" in text
+
+
+def test_no_news_is_not_shown_as_a_dead_run(tmp_path: Path) -> None:
+    state = state_of("no_news", tmp_path)
+    text = "\n".join(status_lines(state))
+    assert not state.ended
+    assert "FAILED" not in text
+    assert "LOST" not in text
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_folder_is_brought_up_to_date_first(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.01")
+    remote = Remote()
+    remote.small["run.json"] = b'{"kind":"run","id":"run-1","job":"tiny","place":"local"}\n'
+    remote.small["progress.json"] = b'{"kind":"progress","step":7,"steps":9,"loss":1.5}\n'
+    folder, line = mirror_folder(tmp_path / "mirror"), Line(remote)
+    mirror = Mirror(folder, place_opener=line.open, timing=TIMING, once=True)
+    mirror.start()
+    out = io.StringIO()
+    assert print_status(folder, as_json, mirror=mirror, out=out) == 0
+    if as_json:
+        assert json.loads(out.getvalue())["progress"]["step"] == 7
+        assert out.getvalue().count("\n") == 1
+    else:
+        assert out.getvalue().startswith("run-1  ")
+        assert "step 7 of 9" in out.getvalue()
+    mirror.stop()
+
+
+def test_a_run_that_was_never_heard_of_gives_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.01")
+    folder, line = mirror_folder(tmp_path / "mirror"), Line(Remote())
+    line.error = UnreachableError("no route to host")
+    mirror = Mirror(folder, place_opener=line.open, timing=TIMING, once=True)
+    mirror.start()
+    with pytest.raises(UnreachableError):
+        print_status(folder, False, mirror=mirror, out=io.StringIO())
+    mirror.stop()
