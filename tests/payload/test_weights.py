@@ -52,7 +52,7 @@ def test_backward_adds_into_the_flat_gradient_and_rows_add_up() -> None:
         for number, row in enumerate(rows):
             module(row).pow(2).sum().backward()
             weights.collect(number == 0)
-    sum(twin(row).pow(2).sum() for row in rows).backward()  # type: ignore[union-attr]
+    sum(twin(row).pow(2).sum() for row in rows).backward()
     for name, parameter in twin.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(weights.named(weights.local)[name], parameter.grad)
