@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from remote_payload import feed
+
 ROOT = Path(__file__).parents[2]
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -33,6 +35,7 @@ class Reader:
         scale: float = 0.05,
         pings: bool = True,
         reading: bool = True,
+        slow: float = 0.0,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-S", str(ROOT / "remote_payload"), "feed", str(run_dir), "nonce-1"],
@@ -49,6 +52,7 @@ class Reader:
         self.ended = threading.Event()
         self.say({"have": {}, "log_tail": None} if request is None else request)
         self._pings = pings
+        self._slow = slow
         threading.Thread(target=self._ping, args=(scale,), daemon=True).start()
         if reading:
             threading.Thread(target=self._read, daemon=True).start()
@@ -85,6 +89,7 @@ class Reader:
         kind = frame["frame"]
         assert len(data) <= 1 << 20
         if kind == "append":
+            time.sleep(self._slow)
             key = (frame["file"], frame["generation"])
             held = self.appended.setdefault(key, bytearray())
             start = self.first_offset.setdefault(key, frame["offset"])
@@ -281,6 +286,18 @@ def test_a_file_rewritten_behind_an_unchanged_head_is_noticed_by_its_last_bytes(
         assert reader.newest("train.log")[0] >= 2
 
 
+def test_a_file_rewritten_in_front_of_unchanged_last_bytes_is_noticed_by_its_head(
+    run_dir: Path,
+) -> None:
+    path = run_dir / "train.log"
+    path.write_bytes(b"h" * 5000)
+    with reading(run_dir) as reader:
+        reader.until(lambda: len(reader.newest("train.log")[1]) == 5000)
+        with path.open("r+b") as file:
+            file.write(b"other")
+        reader.until_newest("train.log", 2, b"other" + b"h" * 4995)
+
+
 def test_replacement_by_rename_starts_a_generation_even_with_the_same_bytes_in_front(
     run_dir: Path,
 ) -> None:
@@ -330,6 +347,7 @@ def test_a_deleted_file_leaves_the_beat_and_comes_back_as_a_new_generation(run_d
     with reading(run_dir) as reader:
         reader.until(lambda: reader.newest("train.log") == (1, b"first"))
         path.unlink()
+        reader.until(lambda: bool(reader.kinds("beat")))
         reader.until(lambda: "train.log" not in reader.kinds("beat")[-1]["files"])
         path.write_bytes(b"first")
         reader.until(lambda: reader.newest("train.log") == (2, b"first"))
@@ -407,7 +425,7 @@ def test_an_empty_crash_file_is_not_announced_until_it_holds_something(run_dir: 
     ("data", "tail", "start"),
     [
         (b"one\ntwo\nthree\n", 7, 8),  # 7 bytes back is inside "two"... its end is a line's start
-        (b"one\ntwo\nthree\n", 6, 8),  # exactly at a line's start
+        (b"one\ntwo\nthree\nfour\n", 11, 8),  # exactly at a line's start
         (b"one\ntwo\nthree\n", 100, 0),
         (b"x" * 5000, 100, 4900),  # no line ends: from where it was asked
         (b"one\n" + b"bar\r" * 100, 40, 364),
@@ -445,18 +463,18 @@ def test_beats_say_who_lives(run_dir: Path) -> None:
         reader.until(lambda: bool(reader.kinds("beat")))
         assert reader.kinds("beat")[-1]["supervisor"] == "none"
         write_status(run_dir, process.pid)
-        reader.until(lambda: reader.kinds("beat")[-1]["supervisor"] == "alive")
+        reader.until_supervisor("alive")
         assert reader.kinds("beat")[-1]["trainer"] == "alive"
         process.kill()
-        reader.until(lambda: reader.kinds("beat")[-1]["supervisor"] == "gone")
+        reader.until_supervisor("gone")
         write_status(run_dir, os.getpid())
-        reader.until(lambda: reader.kinds("beat")[-1]["supervisor"] == "alive")
+        reader.until_supervisor("alive")
         write_status(run_dir, os.getpid(), boot="another")
-        reader.until(lambda: reader.kinds("beat")[-1]["supervisor"] == "gone")
+        reader.until_supervisor("gone")
         record = json.loads((run_dir / "status.json").read_text()) | {"boot_id": BOOT}
         record["supervisor"]["start_ticks"] += 1
         (run_dir / "status.json").write_text(json.dumps(record))
-        reader.until(lambda: reader.kinds("beat")[-1]["supervisor"] == "reused")
+        reader.until_supervisor("reused")
 
 
 def test_the_beat_that_tells_of_the_end_comes_after_every_byte(run_dir: Path) -> None:
@@ -477,6 +495,60 @@ def test_the_beat_that_tells_of_the_end_comes_after_every_byte(run_dir: Path) ->
                 whole = (run_dir / "train.log").read_bytes()
                 assert beat["files"]["train.log"]["size"] == len(whole)
                 assert sha(reader.newest("train.log")[1]) == sha(whole)
+
+
+def test_bytes_written_just_before_the_end_was_seen_are_sent_before_the_beat_that_tells_of_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The narrowest case, which no real process hits reliably: written and dead between two looks."""
+    frames: list[tuple[str, dict[str, Any]]] = []
+
+    class Ended(Exception):
+        pass
+
+    class Output(feed._Output):
+        def frame(self, kind: str, data: bytes | None = None, /, **fields: Any) -> None:
+            frames.append((kind, fields | {"data": data}))
+            if fields.get("supervisor") == "gone":
+                raise Ended
+
+    class Listener(feed._Listener):
+        def __init__(self, silence: float) -> None:
+            pass
+
+        def first(self) -> bytes:
+            return b"{}"
+
+        def later(self) -> Iterator[bytes]:
+            return iter(())
+
+    class Dying(feed._Feed):
+        def _presence(self) -> dict[str, str]:
+            for name in ("train.log", "crash/thread-x.json"):
+                with (run_dir / name).open("ab") as file:
+                    file.write(b"last words")
+            (run_dir / "status.json").write_text('{"state": "finished"}')
+            return {"supervisor": "gone", "trainer": "gone"}
+
+    monkeypatch.setattr(feed, "_Listener", Listener)
+    with pytest.raises(Ended):
+        Dying(run_dir, Output(), feed.Timing.scaled(0.01)).run()
+    sent = {fields["file"]: fields["data"] for _, fields in frames if "file" in fields}
+    names = {"train.log", "crash/thread-x.json", "status.json"}
+    assert sent == {name: (run_dir / name).read_bytes() for name in names}
+
+
+def test_beats_go_on_while_a_slow_reader_catches_up(run_dir: Path) -> None:
+    write_status(run_dir, os.getpid())
+    (run_dir / "train.log").write_bytes(bytes(16 << 20))
+    with reading(run_dir, slow=0.05) as reader:
+        reader.until(lambda: len(reader.newest("train.log")[1]) == 16 << 20)
+        before_the_end = 0
+        for frame in list(reader.frames):
+            before_the_end += frame["frame"] == "beat"
+            if frame["frame"] == "append" and frame["offset"] + frame["size"] == 16 << 20:
+                break
+        assert before_the_end > 3
 
 
 def test_beats_go_on_after_the_end_until_the_reader_goes(run_dir: Path) -> None:

@@ -202,7 +202,7 @@ def test_of_many_starts_of_one_id_one_wins_and_the_others_say_why(place: Place) 
     won = [answer for answer in answers if answer["ok"]]
     place.pids += [answer["pid"] for answer in won]
     assert len(won) == 1
-    assert all("exists" in answer["error"] for answer in answers if not answer["ok"])
+    assert all("was started before" in answer["error"] for answer in answers if not answer["ok"])
     run = Run(place, place.workspace / "runs" / "same", won[0]["pid"])
     run.until_state("running")
     assert [record["kind"] for record in run.records()].count("start") == 1
@@ -390,15 +390,16 @@ def test_odd_things_in_control_are_noted_and_harm_nobody(place: Place) -> None:
     run.until_state("running")
     control = run.path / "control"
     (control / "dance").write_text("{}")
-    (control / "checkpoint").symlink_to("/etc/passwd")
+    (run.path / "elsewhere").write_text('{"by": "a link"}')
+    (control / "checkpoint").symlink_to(run.path / "elsewhere")
     (control / "folder").mkdir()
     os.mkfifo(control / "pipe")
     (control / ".unfinished").write_text("x")
     run.until(lambda: {p.name for p in control.iterdir()} == {"folder", ".unfinished"})
     (control / "stop").write_text("this is not JSON")
     assert run.ended()["state"] == "finished"
-    names = {r["name"] for r in run.records() if r["kind"] == "request"}
-    assert names == {"dance", "checkpoint", "pipe", "stop"}
+    requests = {r["name"]: r["by"] for r in run.records() if r["kind"] == "request"}
+    assert requests == dict.fromkeys(["dance", "checkpoint", "pipe", "stop"])
 
 
 @pytest.mark.parametrize(
