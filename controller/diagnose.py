@@ -206,6 +206,14 @@ SIGNATURES: tuple[Signature, ...] = (
         seen="z-lab #115, NeMo #2826",
     ),
     _signature(
+        "stop-grace",
+        r"did not end in time",
+        what="It was killed because it did not end in time after it was asked to stop.",
+        why="A step, an evaluation or a checkpoint took longer than the grace of the stop (60 s).",
+        do="Nothing is lost before the last checkpoint; crash/ may hold where each thread was.",
+        seen="a demo on two busy cores",
+    ),
+    _signature(
         "killed-memory",
         r"SIGKILL|(exit code|status|rc=?) ?137\b|oom-kill|Out of memory: Killed process",
         what="The trainer was killed with SIGKILL (137), most often for memory.",

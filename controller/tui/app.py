@@ -304,7 +304,7 @@ class RunApp(App[int]):
             threads=len(progress.threads) if progress else 0,
             detail=not crash and detail_line(state, columns) is not None,
             zoomed=self._zoomed or small_tab,
-            crash=crash,
+            crash=len(crash_lines(state, size.width - 4)) if crash else 0,
         )
         if arrangement == self._arrangement:
             return

@@ -57,11 +57,11 @@ def gpus_per_row(columns: int) -> int:
 
 def arrange(
     width: int, height: int, *, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool,
-    crash: bool,
+    crash: int,
 ) -> Arrangement:  # fmt: skip
     """The arrangement for a terminal of `width` x `height` and what there is to show.
 
-    `zoomed` gives the room of the panels to the tab; a `crash` takes their place.
+    `zoomed` gives the room of the panels to the tab; a crash of `crash` rows takes their place.
     """
     left = height - 1
     shown = dict.fromkeys(("tabs", "footer", "learning", "detail", "speed", "flow"), False)
@@ -82,7 +82,7 @@ def arrange(
     panels = columns if beside else width
     gpu_rows = bucket_rows = thread_rows = crash_rows = 0
     if crash:
-        crash_rows = max(0, min(left - 3, left * 3 // 4))
+        crash_rows = max(0, min(crash, left - 3, left * 3 // 4))
     elif not zoomed:
         if left - 1 >= LEAST_LOG_ROWS:
             gpu_rows, left = 1, left - 1

@@ -115,10 +115,12 @@ class CurvePlot(Vertical):
                 points = [p for p in segment if first is None or p[0] >= first]
                 thin = (averaged if self._plot.smooth else thinned)(points, columns)
                 xs, ys = [x for x, _ in thin], [y for _, y in thin]
-                if len(thin) > 1:
-                    widget.plot(xs, ys, line_style=colour, hires_mode=HiResMode.BRAILLE)
-                if len(thin) == 1 or (name == "tau" and len(thin) < columns // 3):
+                if name == "tau" and len(thin) < columns // 3:
                     widget.scatter(xs, ys, marker="◆", marker_style=colour)
+                elif len(thin) == 1:
+                    widget.scatter(xs, ys, marker="·", marker_style=colour)
+                else:
+                    widget.plot(xs, ys, line_style=colour, hires_mode=HiResMode.BRAILLE)
 
     def _heading(self, series: Sequence[tuple[str, str, Series]], first: float | None) -> Text:
         text = line((f"{self._plot.title} ", HEADING))

@@ -68,6 +68,8 @@ class LogView(LineView):
         for one in news:
             if one.restarted:
                 new.append("⋯ the log began anew here ⋯")
+            if one.missing_bytes:
+                new.append(f"⋯ {one.missing_bytes:,} bytes are not here: dflashctl logs ⋯")
             if one.skipped_bytes:
                 amount = one.skipped_bytes / 2**20
                 new.append(f"⋯ {amount:.1f} MiB came faster than a screen shows: dflashctl logs ⋯")

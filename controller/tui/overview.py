@@ -13,6 +13,8 @@ from rich.text import Text
 from controller.diagnose import alarms
 from controller.health import Word, age_text
 from controller.run_events import Level
+from controller.run_records import Record, number
+from controller.run_records import text as remote_text
 from controller.run_state import RunState
 from controller.tui import figures
 from controller.tui.lines import line, remote
@@ -93,6 +95,8 @@ def _end_time(state: RunState) -> float | None:
 
 def learning_line(state: RunState, width: int) -> Text:
     """Loss and its average, acceptance length by decoding and by training's estimate, gradient, rate."""
+    if state.ended and state.outcome is not None and number(state.outcome, "loss_last") is not None:
+        return _outcome_line(state.outcome)
     p = state.progress
     if p is None:
         return line((_waiting_for(state), LABEL))
@@ -115,6 +119,24 @@ def learning_line(state: RunState, width: int) -> Text:
     if p.epoch is not None and width >= ROOMY_COLUMNS:
         text.append("  epoch ", style=LABEL)
         text.append(f"{p.epoch:.2f}", style=value)
+    return text
+
+
+def _outcome_line(outcome: Record) -> Text:
+    """What the whole run achieved, by its own last word."""
+    text = line()
+    for name, first, last, places in (
+        ("loss", "loss_first", "loss_last", 3),
+        ("  tau", "tau_before", "tau_after", 2),
+    ):
+        text.append(f"{name} ", style=LABEL)
+        text.append(f"{figures.decimal(number(outcome, first), places)} → ", style=LABEL)
+        text.append(figures.decimal(number(outcome, last), places), style=VALUE)
+    text.append("  in ", style=LABEL)
+    text.append(figures.span(number(outcome, "seconds")), style=VALUE)
+    checkpoint = remote_text(outcome, "checkpoint")
+    if checkpoint:
+        text.append_text(line(("  ", LABEL), remote(checkpoint, LABEL)))
     return text
 
 

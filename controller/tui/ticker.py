@@ -61,7 +61,7 @@ class Ticker:
     def tick(self) -> RunState:
         """Read once, in the caller's thread."""
         news = self._tail.poll()
-        if news != LogNews():
+        if news is not None:
             self._log.append(news)
         return self._reader.poll(self._clock())
 

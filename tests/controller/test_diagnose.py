@@ -41,6 +41,7 @@ SEEN = {
     "nccl": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled"
     " cuda error",
     "nan-loss": "FloatingPointError: loss is nan at step 300",
+    "stop-grace": "killed by SIGKILL killed by SIGKILL: it did not end in time after it was asked to stop",
     "killed-memory": "killed by SIGKILL the trainer was killed by SIGKILL\nstep 5 loss 2.1",
     "segfault": "killed by SIGSEGV the trainer was killed by SIGSEGV",
     "terminated": "killed by SIGTERM the trainer was killed by SIGTERM",

@@ -208,6 +208,10 @@ class Run:
         """Write the run directory and return it."""
         directory.mkdir(parents=True, exist_ok=True)
         container = NOW + AHEAD
+        log = "".join(f"{text}\n" for text in self.log).encode() + self.raw.get("train.log", b"")
+        if self.mirror is not None:
+            entry = {"generation": 1, "size": len(log), "extents": [[0, len(log)]]}
+            self.mirror["files"]["train.log"] = entry
         whole = {
             "run.json": (self.run, container - 11_000),
             "status.json": (self.status, container - self.status_age),
@@ -226,7 +230,6 @@ class Run:
         for name, records in appended.items():
             body = b"".join(map(_line, records)) + self.raw.get(name, b"")
             (directory / name).write_bytes(body)
-        log = "".join(f"{text}\n" for text in self.log).encode() + self.raw.get("train.log", b"")
         (directory / "train.log").write_bytes(log)
         for crash in self.crashes:
             (directory / "crash").mkdir(exist_ok=True)
@@ -426,7 +429,8 @@ def finished() -> Run:
     run = healthy()
     run.end("finished", code=0)
     run.exit = {"kind": "exit", "outcome": "finished", "exit_code": 0, "step": 50_000, "steps": 50_000,
-                "loss_first": 10.9, "loss_last": 2.21, "tau_before": 1.02, "tau_after": 3.31}  # fmt: skip
+                "loss_first": 10.9, "loss_last": 2.21, "tau_before": 1.02, "tau_after": 3.31,
+                "seconds": 40_600.0, "checkpoint": "checkpoints/step-50000"}  # fmt: skip
     return run
 
 

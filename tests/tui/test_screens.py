@@ -70,10 +70,10 @@ async def test_no_terminal_is_too_small_or_too_large(name: str, open_run: Open) 
 
 @given(
     st.integers(1, 400), st.integers(1, 120), st.integers(0, 16), st.integers(0, 12), st.integers(0, 24),
-    st.booleans(), st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.integers(0, 60),
 )  # fmt: skip
 def test_every_size_has_an_arrangement_that_fits_and_leaves_a_log(
-    width: int, height: int, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool, crash: bool
+    width: int, height: int, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool, crash: int
 ) -> None:
     one = arrange(width, height, gpus=gpus, buckets=buckets, threads=threads, detail=detail,
                   zoomed=zoomed, crash=crash)  # fmt: skip
@@ -86,7 +86,7 @@ def test_every_size_has_an_arrangement_that_fits_and_leaves_a_log(
 
 def test_a_bigger_terminal_never_shows_less() -> None:
     def shown(height: int) -> list[int]:
-        one = arrange(80, height, gpus=8, buckets=6, threads=10, detail=False, zoomed=False, crash=False)
+        one = arrange(80, height, gpus=8, buckets=6, threads=10, detail=False, zoomed=False, crash=0)
         return [one.learning, one.tabs, one.speed, one.footer, one.gpu_rows, one.flow, one.bucket_rows]
 
     for height in range(1, 60):
@@ -168,6 +168,12 @@ async def test_text_of_the_remote_is_shown_as_it_is_and_does_nothing(open_run: O
             await pilot.pause()
             assert text in screen_text(pilot)
         assert "2 lines hold no record: events.jsonl" in screen_text(pilot)
+
+
+async def test_a_finished_run_says_what_it_achieved(open_run: Open) -> None:
+    async with open_run("finished") as pilot:
+        shown = screen_text(pilot)
+        assert "loss 10.900 → 2.210  tau 1.02 → 3.31  in 11h16m  checkpoints/step-50000" in shown
 
 
 async def test_curves_stand_beside_from_100_columns_on(open_run: Open) -> None:
