@@ -195,8 +195,8 @@ def status(
     from controller.status import print_status
 
     directory = find_run(run)
-    with _mirrored(directory, once=True):
-        return print_status(directory, as_json)
+    with _mirrored(directory, once=True) as mirror:
+        return print_status(directory, as_json, mirror=mirror)
 
 
 @app.command()
@@ -389,8 +389,8 @@ def _mirrored(directory: Path, *, once: bool = False) -> Iterator[Mirror]:
 def _follow_log(directory: Path, *, follow: bool, tail: int | None) -> int:
     from controller.logs import follow_log
 
-    with _mirrored(directory, once=not follow):
-        return follow_log(directory, follow=follow, tail=tail, out=sys.stdout.buffer)
+    with _mirrored(directory, once=not follow) as mirror:
+        return follow_log(directory, follow=follow, tail=tail, out=sys.stdout.buffer, mirror=mirror)
 
 
 def _last_state(directory: Path, *, wait: bool) -> RunState:
