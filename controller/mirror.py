@@ -272,12 +272,11 @@ class Mirror:
             now = awake_and_asleep()
             if data == b"":
                 raise _ended(process, decoder)
-            if data is None:
-                if now >= dead_at:
-                    raise ConnectionLostError(_silence(timing, decoder, greeted))
-            else:
-                if greeted:
-                    dead_at = now + timing.silence_s
+            if data and greeted:
+                dead_at = now + timing.silence_s
+            elif now >= dead_at:
+                raise ConnectionLostError(_silence(timing, decoder, greeted))
+            if data:
                 for frame in decoder.feed(data):
                     if isinstance(frame, Hello):
                         if frame.run != run_id:
@@ -285,9 +284,9 @@ class Mirror:
                             raise FeedRefusedError(f"the feed serves run {said!r}, not {run_id!r}")
                         greeted = True
                         dead_at = now + timing.silence_s
+                    self._files.connection["last_heard"] = round(time.time(), 3)
                     if self._take(frame, greeted):
                         return True
-                self._files.connection["last_heard"] = round(time.time(), 3)
                 self._announce()
             if now >= next_ping:
                 process.send(b"{}\n")
@@ -322,7 +321,7 @@ class Mirror:
             # What a beat waited on its way makes the container look slow: the least late one is nearest.
             self._differences.append(beat.t - now)
             self._files.connection["clock_difference_s"] = round(max(self._differences), 3)
-        self._files.connection |= {"beat": beat.record, "last_heard": round(now, 3), "tries": 0}
+        self._files.connection |= {"beat": beat.record, "tries": 0}
         self._files.note(beat)
         complete = self._files.complete(beat, whole_log=self._whole_log)
         self._files.connection["complete"] = complete

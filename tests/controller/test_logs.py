@@ -58,15 +58,12 @@ class Scene:
 
     def logs(self, *, follow: bool = False, tail: int | None = None, **options: Any) -> int:
         with_mirror = options.pop("mirror", None) or self.mirror(once=not follow)
-        return follow_log(
-            self.folder,
-            follow=follow,
-            tail=tail,
-            out=self.out,
-            mirror=with_mirror,
-            notes=self.notes,
-            **options,
-        )
+        try:
+            return follow_log(
+                self.folder, follow=follow, tail=tail, out=self.out, mirror=with_mirror, notes=self.notes
+            )
+        finally:
+            with_mirror.stop()
 
     def in_thread(self, **options: Any) -> None:
         def work() -> None:

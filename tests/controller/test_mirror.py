@@ -253,6 +253,24 @@ def test_a_command_that_ends_before_the_feed_began_is_quoted(
     until(lambda: record(folder).get("tries"))
     last = "bash: /w/python: No such file" if noise else "container '200' not running!"
     assert "ended with status 255: " + last in record(folder)["error"]
+    assert record(folder)["last_heard"] is None  # noise is no news of the run
+
+
+def test_a_login_that_talks_for_ever_is_given_up(
+    remote: Remote, mirrors: Callable[..., Mirror], folder: Path
+) -> None:
+    line = Line(remote)
+    opened = line._start
+
+    def start(argv: Any) -> FakeProcess:
+        process = opened(argv)
+        process.receive = lambda timeout: time.sleep(0.01) or b"you have mail\n"  # type: ignore[func-returns-value]
+        return process
+
+    line._start = start  # type: ignore[method-assign]
+    mirrors(line).start()
+    until(lambda: record(folder).get("tries"))
+    assert "did not start within 0.4 s" in record(folder)["error"]
 
 
 def test_only_the_holder_of_the_lock_writes_and_the_next_takes_over(
