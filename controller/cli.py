@@ -6,12 +6,10 @@ are made by the command that needs them, so that help and completion start witho
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,8 +26,6 @@ from controller.errors import (
 
 if TYPE_CHECKING:
     from controller.inventory import Host
-    from controller.mirror import Mirror
-    from controller.run_state import RunState
 
 BROKEN_PIPE = 141
 """Exit code when stdout's reader has gone (128 + SIGPIPE), as of any filter."""
@@ -193,9 +189,10 @@ def status(
     """
     from controller.paths import find_run
     from controller.status import print_status
+    from controller.watching import mirrored
 
     directory = find_run(run)
-    with _mirrored(directory, once=True) as mirror:
+    with mirrored(directory, once=True) as mirror:
         return print_status(directory, as_json, mirror=mirror)
 
 
@@ -216,6 +213,7 @@ def stop(
     from controller.launch import RunPlace
     from controller.launch import stop as stop_run
     from controller.paths import find_run
+    from controller.watching import last_state
 
     directory = find_run(run)
     run_place = RunPlace.read(directory)
@@ -225,7 +223,7 @@ def stop(
         _say(f"{run_place.run_id}: asked to stop; waiting for its end (Ctrl-C leaves it to itself)")
     except RunLostError as error:
         refusal = error
-    state = _last_state(directory, wait=refusal is None)
+    state = last_state(directory, wait=refusal is None)
     if refusal is not None and not state.ended:
         raise refusal
     _say(f"{run_place.run_id}: {state.health.headline}")
@@ -242,9 +240,10 @@ def tui(run: Run = None) -> int:
     """
     from controller.paths import find_run
     from controller.tui.app import run_tui
+    from controller.watching import new_mirror
 
     directory = find_run(run)
-    return run_tui(directory, _mirror(directory))
+    return run_tui(directory, new_mirror(directory))
 
 
 @app.command()
@@ -366,43 +365,9 @@ def _print_dry_run(host: Host, name: str, job: str) -> None:
     print(job, end="")
 
 
-def _mirror(directory: Path, *, once: bool = False) -> Mirror:
-    from controller.launch import RunPlace
-    from controller.mirror import Mirror
-    from controller.place import open_place
-
-    RunPlace.read(directory)  # a damaged one is the user's to hear about, and not the mirror's
-    return Mirror(directory, place_opener=lambda: open_place(RunPlace.read(directory).host), once=once)
-
-
-@contextlib.contextmanager
-def _mirrored(directory: Path, *, once: bool = False) -> Iterator[Mirror]:
-    """A mirror that keeps `directory` up to date meanwhile; with `once`, brings it up to date."""
-    mirror = _mirror(directory, once=once)
-    mirror.start()
-    try:
-        yield mirror
-    finally:
-        mirror.stop()
-
-
 def _follow_log(directory: Path, *, follow: bool, tail: int | None) -> int:
     from controller.logs import follow_log
+    from controller.watching import mirrored
 
-    with _mirrored(directory, once=not follow) as mirror:
+    with mirrored(directory, once=not follow) as mirror:
         return follow_log(directory, follow=follow, tail=tail, out=sys.stdout.buffer, mirror=mirror)
-
-
-def _last_state(directory: Path, *, wait: bool) -> RunState:
-    """The run's state after one look, or once it has ended."""
-    from controller.run_reader import RunReader
-
-    reader = RunReader(directory)
-    with _mirrored(directory, once=not wait) as mirror:
-        seen = -1
-        while mirror.running:
-            seen = mirror.wait_for_news(seen, 1.0)
-    state = reader.poll(time.time())
-    while state.unread_bytes:
-        state = reader.poll(time.time())
-    return state
