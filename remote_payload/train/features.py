@@ -66,10 +66,15 @@ class FeatureCache:
 
     @staticmethod
     def key(dataset: Path, target: str, tap_layers: tuple[int, ...], dtype: torch.dtype) -> str:
-        """Names a cache by all that its content depends on; reads the dataset once."""
+        """Names a cache by all that its content depends on; reads the dataset once.
+
+        A folder may hold another model tomorrow, so the size and time of its weights are in the name too.
+        """
         with dataset.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
-        digest.update(repr((target, tap_layers, str(dtype), torch.__version__)).encode())
+        files = [(path.name, path.stat()) for path in sorted(Path(target).glob("*.safetensors"))]
+        weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        digest.update(repr((target, weights, tap_layers, str(dtype), torch.__version__)).encode())
         return digest.hexdigest()[:16]
 
     @property

@@ -1,0 +1,95 @@
+"""Features on their way to a drafter: packing, and the cache on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remote_payload.job import JobError
+from remote_payload.train.dataset import Dataset
+from remote_payload.train.features import FeatureCache, pack
+from tests.payload.test_target import write_target
+from tests.payload.tiny import random_samples, write_arrow
+
+WIDTH = 6
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_packing_drops_the_padding_and_keeps_row_after_row(lengths: list[int]) -> None:
+    longest = max(lengths) + 1
+    padded = torch.arange(len(lengths) * longest * 2).view(len(lengths), longest, 2)
+    rows = [padded[row, place].tolist() for row, n in enumerate(lengths) for place in range(n)]
+    assert pack(padded, lengths).tolist() == rows
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    samples, prompts = random_samples(5)
+    return Dataset.open(write_arrow(tmp_path / "a.arrow", samples, prompts))
+
+
+def random_features(dataset: Dataset, samples: list[int], seed: int = 0) -> torch.Tensor:
+    n = sum(int(dataset.lengths[s]) for s in samples)
+    return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_was_stored_comes_back_in_any_order_also_after_opening_it_again(
+    tmp_path: Path, dataset: Dataset
+) -> None:
+    cache = FeatureCache(tmp_path / "cache", dataset, WIDTH)
+    given_ = random_features(dataset, [3, 0])
+    first = int(dataset.lengths[3])
+    cache.store([3, 0], dataset.lengths[[3, 0]].tolist(), given_)
+    expected = given_.to(torch.bfloat16)
+    for opened in (cache, FeatureCache(tmp_path / "cache", dataset, WIDTH)):
+        found = opened.read([0, 3])
+        assert found is not None
+        assert found.equal(torch.cat([expected[first:], expected[:first]]))
+        assert opened.present_share == pytest.approx(2 / 5)
+
+
+def test_a_batch_with_one_sample_missing_is_not_read(tmp_path: Path, dataset: Dataset) -> None:
+    cache = FeatureCache(tmp_path / "cache", dataset, WIDTH)
+    assert cache.present_share == 0.0
+    cache.store([1], [int(dataset.lengths[1])], random_features(dataset, [1]))
+    assert cache.read([1]) is not None
+    assert cache.read([1, 2]) is None
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
+    tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(JobError, match=r"features = 'cached' needs .* use features = 'online'"):
+        FeatureCache(tmp_path / "cache", dataset, WIDTH)
+    assert not (tmp_path / "cache" / "features.bin").exists()
+
+
+def test_a_cache_is_named_by_all_that_its_content_depends_on(tmp_path: Path, dataset: Dataset) -> None:
+    model = write_target(tmp_path / "model")
+    other = write_target(tmp_path / "other")
+    samples, prompts = random_samples(5, seed=1)
+    second = write_arrow(tmp_path / "b.arrow", samples, prompts)
+
+    def key(
+        data: Path = dataset.path,
+        target: Path = model,
+        taps: tuple[int, ...] = (1, 3),
+        dtype: torch.dtype = torch.float32,
+    ) -> str:
+        return FeatureCache.key(data, str(target), taps, dtype)
+
+    first = key()
+    assert key() == first
+    changed = [key(second), key(target=other), key(taps=(1, 2)), key(dtype=torch.bfloat16)]
+    assert len({first, *changed}) == 5
+    weights = model / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 10**9))
+    assert key() != first  # the folder may hold another model by now
