@@ -1,0 +1,110 @@
+"""The ladder: what is tried, why not, and that nothing else compiles."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import remote_payload
+from remote_payload.train import execution
+from remote_payload.train.execution import COMPILED, EAGER, build, compiler, decide
+
+PACKAGE = Path(remote_payload.__file__).parent
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+def double(x: torch.Tensor, *, offset: float = 1.0) -> torch.Tensor:
+    return x * 2 + offset
+
+
+def names_used(path: Path) -> set[str]:
+    """Every dotted name and imported name in a source file."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_torch_compile_and_graphs_are_named_nowhere_but_in_execution() -> None:
+    forbidden = ("torch.compile", "torch.compiler", "torch._dynamo", "torch._inductor", "torch.cuda.graph")
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(name.startswith(forbidden) for name in names_used(path))
+    }
+    assert users == {"train/execution.py"}
+
+
+def test_without_a_compiler_a_cpu_runs_eager_and_the_reason_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": (None, "g++")}):
+        assert compiler() is None
+        for wanted in ("auto", COMPILED):
+            choice, reason = decide(wanted, CPU)
+            assert choice == EAGER and "C++ compiler" in reason
+        assert decide("auto", CUDA)[0] == COMPILED  # a GPU needs Triton and no C++
+
+
+def test_a_job_that_says_eager_is_eager_and_one_that_says_compiled_is_tried_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execution, "compiler", lambda: "/usr/bin/g++")
+    assert decide(EAGER, CUDA) == (EAGER, "the job says so")
+    assert decide(COMPILED, CPU) == (COMPILED, "the job says so")
+    assert decide("auto", CPU)[0] == COMPILED
+
+
+def test_eager_is_the_function_itself() -> None:
+    assert build(double, EAGER, "replica0") is double
+
+
+def test_each_replica_compiles_its_own_clone_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def recorded(function: object, **options: object) -> object:
+        given.append((function, options))
+        return function
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    clones = [build(double, COMPILED, f"replica{n}") for n in range(2)]
+    codes = {clone.__code__ for clone in clones} | {double.__code__}
+    assert len(codes) == 3 and "replica1" in clones[1].__code__.co_name
+    x = torch.ones(3)
+    assert all(clone(x).equal(double(x)) for clone in clones)
+    assert clones[0](x, offset=5.0).equal(double(x, offset=5.0))
+    assert [options for _, options in given] == [{"fullgraph": True, "dynamic": False}] * 2
+
+
+def test_compiled_graphs_counts_every_thread_so_that_a_recompile_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With dynamo's own eager backend: this is about counting, and inductor takes seconds."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, backend="eager", **options)
+    )
+    run = build(double, COMPILED, "counted")
+    before = execution.compiled_graphs()
+
+    def work(size: int) -> None:
+        run(torch.ones(size))
+
+    for size, graphs in ((3, 1), (3, 1), (4, 2), (3, 2)):
+        thread = threading.Thread(target=work, args=(size,))
+        thread.start()
+        thread.join()
+        assert execution.compiled_graphs() - before == graphs
