@@ -44,8 +44,9 @@ class Timing:
 
     @classmethod
     def scaled(cls, scale: float) -> Timing:
-        """Every constant multiplied by `scale`."""
-        return cls(**{name: value * scale for name, value in dataclasses.asdict(cls()).items()})
+        """Every constant multiplied by `scale`; a tick is 10 ms at the least."""
+        scaled = cls(**{name: value * scale for name, value in dataclasses.asdict(cls()).items()})
+        return dataclasses.replace(scaled, tick=max(scaled.tick, 0.01))
 
 
 class FeedError(Exception):
