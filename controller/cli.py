@@ -85,6 +85,12 @@ def start(
     \b
     dflashctl launch --host gpubox --follow
     dflashctl tui
+
+    \b
+    Exit codes, when not 0: 1 to 63 the trainer's own, 128 + n killed by signal n, and
+    64 usage, 65 hosts.toml, 66 unreachable, 67 host key, 68 login, 69 pct, 70 container,
+    71 venv or workspace, 72 payload not sent, 73 not started, 74 nobody is there, 75 protocol,
+    76 connection lost, 77 local files, 80 Ctrl-C, 99 a defect, 141 nobody reads stdout.
     """
     if version:
         from controller import __version__
@@ -361,7 +367,7 @@ def _print_dry_run(host: Host, name: str, job: str) -> None:
     )
     _say(f"then a run directory {run_dir} with the job below, and its trainer:")
     _say(f"  {host.python} {directory}/remote_payload train {run_dir} 1")
-    _say("  its environment: " + (", ".join(f"{k}={v}" for k, v in host.env.items()) or "bare"))
+    _say("  its environment: " + (", ".join(host.env) or "bare"))
     print(job, end="")
 
 

@@ -78,9 +78,11 @@ def _gpus(seen: int | str, job: Job) -> Check:
                 "failure",
                 f"the job names {', '.join(sorted(named))}, but {seen}",
                 "Give the container its GPUs, or train on the CPU:"
-                ' --set targets=["cpu"] --set drafters=["cpu"]',
+                """ --set 'targets=["cpu"]' --set 'drafters=["cpu"]'""",
             )
-        return Check("GPUs", "ok", f"none ({seen}); the CPU trains")
+        if "not installed" in seen:
+            return Check("GPUs", "ok", f"none ({seen}); the CPU trains")
+        return Check("GPUs", "warning", f"no GPU can be used: {seen}", "Without one the CPU trains.")
     if needed > seen:
         return Check(
             "GPUs",

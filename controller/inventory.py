@@ -117,7 +117,9 @@ def find_file() -> Path | None:
                 f"{named}: there is no such file", "DFLASHCTL_HOSTS names it; mend or unset that."
             )
         return Path(named)
-    configuration = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    configuration = os.environ.get("XDG_CONFIG_HOME", "")
+    if not configuration.startswith("/"):
+        configuration = str(Path.home() / ".config")
     for path in (Path("hosts.toml"), Path(configuration) / "dflashctl" / "hosts.toml"):
         if path.is_file():
             return path
@@ -272,7 +274,8 @@ def _host(values: dict[str, Any], spot: _Spot) -> Host:
         _known(key, Host.model_fields, spot.inside(key))
     filled = dict(values)
     if filled.get("kind") == "local":
-        home = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        named = os.environ.get("XDG_DATA_HOME", "")
+        home = named if named.startswith("/") else Path.home() / ".local" / "share"
         filled.setdefault("workspace", "")
         filled["workspace"] = filled["workspace"] or str(Path(home) / "dflashctl")
         for key in ("workspace", "venv"):

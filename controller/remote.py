@@ -111,7 +111,7 @@ class Proxmox(Ssh):
         if match := re.search(r"nodes/([^/]+)/(?:lxc|qemu-server)/\d+\.conf' does not exist", text):
             return ContainerError(
                 f"{which} does not exist (on its node {match[1]})",
-                f"Which are there says: {ssh('pct', 'list')}",
+                f"It may be on another node of the cluster. Which are on this one says: {ssh('pct', 'list')}",
             )
         if re.search(r"is locked|can't lock file", text):
             return ContainerError(

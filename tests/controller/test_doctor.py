@@ -76,6 +76,7 @@ def test_a_job_that_names_gpus_needs_them() -> None:
         "the job names cuda:0, cuda:7, but nvidia-smi gave no answer for 20 s",
     )
     assert problems(GOOD | {"gpus": "nvidia-smi is not installed here"}) == []
+    assert problems(GOOD | {"gpus": "NVML: Driver/library version mismatch"})[0][0] == "warning"
 
 
 @pytest.mark.parametrize(("free", "level"), [(4.0, "warning"), (0.1, "failure")])

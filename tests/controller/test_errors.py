@@ -1,6 +1,10 @@
 """The tree of errors: what scripts rely on."""
 
+import re
+from pathlib import Path
+
 from controller import errors
+from controller.cli import BROKEN_PIPE
 from controller.errors import INTERNAL_EXIT_CODE, ConnectionLostError, DflashctlError, UnreachableError
 
 
@@ -35,6 +39,15 @@ def test_the_documented_codes_stay() -> None:
         "ConnectionLostError": 76,
         "LocalStateError": 77,
         "InterruptedByUser": 80,
+    }
+
+
+def test_the_page_about_exit_codes_has_every_one_with_its_error() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| (\w+)", page, re.MULTILINE))
+    assert rows == {str(leaf.exit_code): leaf.__name__ for leaf in leaves()} | {
+        str(INTERNAL_EXIT_CODE): "defect",
+        str(BROKEN_PIPE): "pipe",
     }
 
 

@@ -1,6 +1,7 @@
 """Host keys against known_hosts files; what needs a server is in tests/rig/test_place.py."""
 
 import base64
+import socket
 from pathlib import Path
 
 import paramiko
@@ -90,6 +91,21 @@ def test_a_broken_ssh_config_is_one_sentence(
     connection = SshConnection("192.0.2.1", user="", port=None, timeout=1, accept_new=False)
     with pytest.raises(UnreachableError, match=r"~/\.ssh/config cannot be used"):
         connection.start("true")
+
+
+def test_a_host_that_drops_packets_is_given_up_at_the_connect_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        full = [socket.socket() for _ in range(3)]
+        for waiting in full:
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        connection = SshConnection(
+            "127.0.0.1", user="", port=server.getsockname()[1], timeout=0.3, accept_new=False
+        )
+        with pytest.raises(UnreachableError, match="no answer within the connect timeout"):
+            connection.start("true")
+        for waiting in full:
+            waiting.close()
 
 
 def test_making_a_connection_contacts_nobody() -> None:
