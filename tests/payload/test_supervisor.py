@@ -140,7 +140,10 @@ def alive(pid: int) -> bool:
 def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path)
     yield place
-    for pid in place.pids:
+    pids = set(place.pids)  # and those of a start that failed before it could name its own
+    for status in place.workspace.glob("runs/*/status.json"):
+        pids.add(json.loads(status.read_bytes())["supervisor"]["pid"])
+    for pid in pids:
         if alive(pid):
             os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + 10
