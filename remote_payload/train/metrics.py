@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -182,7 +183,7 @@ class Progress:
                 bucket.loss = bucket.loss if loss is None else loss
             self.values["loss"] = rounded(reading.loss, 5)
             self.values["tau_estimate"] = rounded(reading.tau_estimate, 4)
-            if reading.loss is not None and reading.loss == reading.loss:
+            if reading.loss is not None and math.isfinite(reading.loss):
                 keep = (1 - 1 / EMA_STEPS) ** steps
                 self._ema_sum = keep * self._ema_sum + (1 - keep) * reading.loss
                 self._ema_weight = keep * self._ema_weight + (1 - keep)

@@ -1,0 +1,123 @@
+"""Checkpoints: complete or absent, and laid out as the released ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from remote_payload.train import checkpoint
+from remote_payload.train.drafter import Drafter, DrafterConfig, initialise
+from tests.payload.test_drafter import CONFIG
+
+
+def weights_of(config: DrafterConfig = CONFIG, seed: int = 0) -> dict[str, torch.Tensor]:
+    drafter = Drafter(config)
+    initialise(drafter, torch.Generator().manual_seed(seed))
+    return drafter.state_dict()
+
+
+def save(run_dir: Path, step: int, **changes: Any) -> Path:
+    values: dict[str, Any] = {
+        "config": CONFIG,
+        "weights": weights_of(),
+        "training": {"masters": torch.arange(5.0)},
+        "position": {"step": step, "sequence": 2 * step, "seed": 0},
+        "keep": 2,
+        **changes,
+    }
+    return checkpoint.save(run_dir, step, **values)
+
+
+def test_a_checkpoint_holds_weights_config_and_training_state(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    assert path == tmp_path / "checkpoints" / "step-7"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+        "training.safetensors",
+    ]
+    loaded = Drafter(CONFIG)
+    loaded.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+    for name, value in weights_of().items():
+        assert loaded.state_dict()[name].equal(value)
+    assert load_file(path / "training.safetensors")["masters"].equal(torch.arange(5.0))
+    assert json.loads((path / "training.json").read_text()) == {"step": 7, "sequence": 14, "seed": 0}
+    assert checkpoint.size_of(path) == sum(p.stat().st_size for p in path.iterdir())
+
+
+def test_views_of_one_flat_tensor_are_saved_each_for_itself(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    path = save(tmp_path, 1, weights={"a": flat[:4].view(2, 2), "b": flat[4:]})
+    saved = load_file(path / "model.safetensors")
+    assert saved["a"].equal(flat[:4].view(2, 2)) and saved["b"].equal(flat[4:])
+    assert (path / "model.safetensors").stat().st_size < 1000
+
+
+def test_the_config_is_that_of_the_released_checkpoints(tmp_path: Path) -> None:
+    config = json.loads((save(tmp_path, 1) / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 4
+    assert config["dflash_config"]["mask_token_id"] == 49
+    assert config["dflash_config"]["target_layer_ids"] == [1, 2, 4]
+    assert (config["num_target_layers"], config["num_hidden_layers"]) == (6, 2)
+    assert (config["hidden_size"], config["intermediate_size"], config["vocab_size"]) == (24, 36, 50)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 10)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
+    assert config["layer_types"] == ["full_attention"] * 2
+    assert config["tie_word_embeddings"] is False and config["is_causal"] is False
+    assert config["hidden_act"] == "silu" and config["rms_norm_eps"] == 1e-5
+    assert config["max_position_embeddings"] == 512 and config["dtype"] == "float32"
+
+
+def test_transformers_reads_the_config_back_with_the_same_sizes(tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    read = Qwen3Config.from_pretrained(save(tmp_path, 1))
+    assert (read.hidden_size, read.head_dim, read.num_key_value_heads) == (24, 10, 2)
+    assert read.rope_parameters["rope_theta"] == 5000.0 and read.tie_word_embeddings is False
+
+
+def test_only_the_newest_are_kept_and_they_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    for step in (5, 9, 10, 100):
+        save(tmp_path, step)
+    assert checkpoint.steps(tmp_path) == [10, 100]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-100"]
+
+
+def test_a_step_saved_twice_holds_the_newer_state(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    path = save(tmp_path, 5, training={"masters": torch.ones(3)})
+    assert load_file(path / "training.safetensors")["masters"].tolist() == [1, 1, 1]
+    assert checkpoint.steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("at", ["save_file", "write_whole", "_sync"])
+def test_a_save_that_fails_leaves_no_checkpoint_and_the_older_ones_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    save(tmp_path, 5)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.rundir if at == "write_whole" else checkpoint, at, full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 6)
+    assert checkpoint.steps(tmp_path) == [5]
+    monkeypatch.undo()
+    save(tmp_path, 6)
+    assert checkpoint.steps(tmp_path) == [5, 6]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-5", "step-6"]
+
+
+def test_other_files_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:
+    assert checkpoint.steps(tmp_path) == []
+    for name in ("step-", "step-x", ".step-4.123", "step-4.old", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert checkpoint.steps(tmp_path) == []
