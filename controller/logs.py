@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
 
 from controller.errors import DflashctlError, ProtocolError, RunLostError
-from controller.mirror_reader import MirrorReader
+from controller.mirror_reader import MirrorReader, Piece
+from controller.suspension import Suspension
 from controller.trouble import Trouble
 from controller.waiting import Waiter, wait_until_current
 
@@ -46,36 +47,31 @@ def follow_log(
     reader = MirrorReader(directory)
     printer = _Printer(out)
     trouble = Trouble(sys.stderr if notes is None else notes, lambda: printer.at_line_start)
-    waiter = Waiter(mirror, out)
-    if tail is not None or not follow:
-        wait_until_current(reader, trouble, waiter)
-    if tail is not None:
-        reader.skip_to_last_lines(tail)
-    try:
-        while True:
-            seen, gave_up = waiter.seen(), waiter.gave_up  # before the record that they are about
-            record = reader.record()
-            ended = record.get("state") == "ended"
-            trouble.tell(record, mirror, time.time(), quiet=not follow)
-            piece = reader.read()
-            if piece is not None:
-                if piece.restarted:
-                    printer.finish()
-                    trouble.note("the log was truncated or replaced; it begins anew")
-                if piece.missing and tail is None:
-                    trouble.note(f"{piece.missing} older bytes were not copied and are left out here")
-                if piece.data:
-                    trouble.clear()
-                    printer.write(piece.data)
-                continue
-            if ended or not follow:
-                break
-            if gave_up:
-                raise _refusal(record, mirror)
-            printer.idle()
-            waiter.wait(seen)
-    finally:
-        trouble.clear()
+    with Suspension(mirror) as suspension:
+        waiter = Waiter(mirror, out, suspension.check)
+        if tail is not None or not follow:
+            wait_until_current(reader, trouble, waiter)
+        if tail is not None:
+            reader.skip_to_last_lines(tail)
+        try:
+            while True:
+                suspension.check()
+                seen, gave_up = waiter.seen(), waiter.gave_up  # before the record that they are about
+                record = reader.record()
+                ended = record.get("state") == "ended"
+                trouble.tell(record, mirror, time.time(), quiet=not follow)
+                piece = reader.read()
+                if piece is not None:
+                    _show(piece, printer, trouble, tell_missing=tail is None)
+                    continue
+                if ended or not follow:
+                    break
+                if gave_up:
+                    raise _refusal(record, mirror)
+                printer.idle()
+                waiter.wait(seen)
+        finally:
+            trouble.clear()
     printer.finish()
     if not follow:
         if mirror is not None and mirror.error is not None and record.get("last_heard") is None:
@@ -84,6 +80,17 @@ def follow_log(
             trouble.tell_age(record, mirror, time.time())
         return 0
     return exit_code(directory)
+
+
+def _show(piece: Piece, printer: _Printer, trouble: Trouble, *, tell_missing: bool) -> None:
+    if piece.restarted:
+        printer.finish()
+        trouble.note("the log was truncated or replaced; it begins anew")
+    if piece.missing and tell_missing:
+        trouble.note(f"{piece.missing} older bytes were not copied and are left out here")
+    if piece.data:
+        trouble.clear()
+        printer.write(piece.data)
 
 
 def exit_code(directory: Path) -> int:

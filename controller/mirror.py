@@ -87,8 +87,11 @@ class Mirror:
         """Whether another mirror was seen to hold the folder, and this one waits for its end."""
 
     def start(self) -> None:
-        """Begin, in a thread of its own. Once only."""
-        assert self._thread is None
+        """Begin, in a thread of its own; after `stop`, begin again."""
+        assert not self.running
+        self._stop.clear()
+        self._wake.clear()
+        self._files = MirrorFiles(self._directory)
         # A daemon: a place that hangs in its connection must not keep a view from ending.
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()

@@ -44,7 +44,7 @@ class Trouble:
         if what == self._told and not (countdown and self._terminal):
             return
         if what:
-            self._was_lost = self._was_lost or now
+            self._was_lost = self._was_lost or number(record, "last_heard") or now
             if what != self._told or self._terminal:
                 self._show(f"dflashctl: {what}{countdown if self._terminal else ''}")
         elif self._told:

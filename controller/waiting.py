@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from controller.mirror_reader import MirrorReader
@@ -24,11 +24,18 @@ _PATIENCE_S: Final = 2.0
 class Waiter:
     """Waits for news of the mirror, wherever it is written; `out` is watched for its reader's end.
 
-    `mirror` is the one that this process runs for the folder; None: only others write.
+    `mirror` is the one that this process runs for the folder; None: only others write. `between` is
+    called before every wait.
     """
 
-    def __init__(self, mirror: Mirror | None, out: BinaryIO | None = None) -> None:
+    def __init__(
+        self,
+        mirror: Mirror | None,
+        out: BinaryIO | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         self.mirror = mirror
+        self._between = between
         self._start = time.time()
         self._stale_s = 5 * Timing.from_environment().beat_s
         self._poll = select.poll()
@@ -66,6 +73,7 @@ class Waiter:
         """Until there may be news; raises BrokenPipeError when nobody reads our output any more."""
         if any(event & select.POLLERR for _, event in self._poll.poll(0)):
             raise BrokenPipeError
+        self._between()
         if self.mirror is not None and self.mirror.holds_lock:
             self.mirror.wait_for_news(seen, 0.25)
         else:

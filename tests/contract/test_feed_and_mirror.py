@@ -43,6 +43,21 @@ while mirror.running:
     time.sleep(0.05)
 """
 
+FOLLOWER = """
+import sys
+from pathlib import Path
+from controller.inventory import Host
+from controller.logs import follow_log
+from controller.mirror import Mirror
+from controller.place import open_place
+host = Host(name="local", kind="local")
+mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host))
+mirror.start()
+code = follow_log(Path(sys.argv[1]), follow=True, tail=None, out=sys.stdout.buffer, mirror=mirror)
+mirror.stop()
+sys.exit(code)
+"""
+
 
 class Run:
     """A run directory on `the container`, and its mirror folder on `the laptop`."""
@@ -91,10 +106,14 @@ class Run:
         self.mirrors.append(made)
         return made
 
-    def holder(self) -> subprocess.Popen[bytes]:
+    def holder(self, program: str = HOLDER) -> subprocess.Popen[bytes]:
         """A mirror in a process of its own."""
-        environment = os.environ | {"DFLASHCTL_TIME_SCALE": "0.05", "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen([sys.executable, "-c", HOLDER, str(self.local)], env=environment)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(self.local)],
+            env=os.environ | {"DFLASHCTL_TIME_SCALE": "0.05", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            process_group=0,  # as a shell starts a job: it can be stopped
+        )
         self.holders.append(process)
         return process
 
@@ -137,6 +156,8 @@ class Run:
         for holder in self.holders:
             holder.kill()
             holder.wait()
+            assert holder.stdout is not None
+            holder.stdout.close()
         self.kill_actor()
         until(lambda: not self.feeds(), 10)
 
@@ -288,6 +309,31 @@ def test_a_writer_killed_in_the_middle_of_a_large_copy_leaves_only_true_extents(
     until(lambda: not mirror.running)
     run.assert_extents_hold()
     assert 0 < seen[0] < 40 << 20
+
+
+def test_a_follower_that_is_suspended_gives_the_lock_away_and_misses_nothing(run: Run) -> None:
+    run.append("train.log", b"before\n")
+    follower = run.holder(FOLLOWER)
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == b"before\n"
+    os.kill(follower.pid, signal.SIGTSTP)
+    stopped, status = os.waitpid(follower.pid, os.WUNTRACED)
+    assert stopped == follower.pid
+    assert os.WIFSTOPPED(status)
+    other = run.mirror()
+    other.start()
+    until(lambda: other.holds_lock, 5)
+    run.append("train.log", b"meanwhile\n")
+    until(lambda: (run.local / "train.log").read_bytes().endswith(b"meanwhile\n"))
+    other.stop()
+    os.kill(follower.pid, signal.SIGCONT)
+    assert follower.stdout.readline() == b"meanwhile\n"
+    until(lambda: run.record().get("pid") == follower.pid and run.record()["state"] == "connected")
+    run.append("train.log", b"after\n")
+    run.end()
+    assert follower.stdout.read() == b"after\n"
+    assert follower.wait(10) == 0
+    run.assert_extents_hold()
 
 
 def test_a_large_log_is_attached_at_its_tail_to_a_line_start(run: Run) -> None:
