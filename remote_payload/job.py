@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -178,7 +179,7 @@ class Job:
         4, "Batches and feature rows that may wait between two threads.", _at_least(1)
     )
     cpu_threads: int = _key(
-        0, "Threads of one operation on a CPU; 0: the cores over the replicas.", _at_least(0)
+        0, "Threads of one operation on a CPU; 0: all cores.", _at_least(0)
     )
 
     eval_every: int = _key(
@@ -279,9 +280,11 @@ def parse_change(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise JobError(f"--set {text!r}: expected key=value")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         return key, value
+    # A second line would be a second key of the document: then the text is no value but a string.
+    return (key, parsed["value"]) if parsed.keys() == {"value"} else (key, value)
 
 
 def _typed(value: Any, wanted: Any, where: str) -> Any:
@@ -293,6 +296,8 @@ def _typed(value: Any, wanted: Any, where: str) -> Any:
         return [_typed(item, inner, where) for item in value]
     if wanted is float and type(value) is int:
         return float(value)
+    if wanted is float and type(value) is float and not math.isfinite(value):
+        raise JobError(f"{where} = {value!r}: expected a finite number")
     if type(value) is not wanted:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
         raise JobError(f"{where} = {value!r}: expected {names[wanted]}")

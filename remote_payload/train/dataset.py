@@ -21,6 +21,7 @@ PROMPT_LENGTH = "prompt_length"
 LOSS_MASK = "loss_mask"
 
 EMPTY = "empty"
+TOO_SHORT = "shorter than the first bucket"
 TOO_LONG = "longer than the largest bucket or the token budget"
 NO_ANSWER = "no two supervised tokens in a row (a prompt without an answer)"
 OUTSIDE_VOCABULARY = "ids outside the vocabulary"
@@ -133,20 +134,23 @@ class Dataset:
             raise DataError(f"{self.path}: column {column}: is damaged ({error}); write it again") from error
         return [str(value) for value in values.to_pylist()]
 
-    def usable(self, longest: int, skipped: Skipped) -> npt.NDArray[np.bool_]:
+    def usable(self, shortest: int, longest: int, skipped: Skipped) -> npt.NDArray[np.bool_]:
         """Which samples can be trained on as far as lengths tell, [samples]; counts the others.
 
-        `longest` is the most tokens a sample may have.
+        `shortest` and `longest` are the fewest and most tokens a sample may have.
         """
         empty = self.lengths == 0
+        too_short = ~empty & (self.lengths < shortest)
         too_long = self.lengths > longest
         answer = np.full(len(self), 2, np.int64)
         if self.prompt_lengths is not None:
             answer = self.lengths - np.maximum(self.prompt_lengths, 0)
-        no_answer = ~empty & ~too_long & (answer < 2)
-        for reason, which in ((EMPTY, empty), (TOO_LONG, too_long), (NO_ANSWER, no_answer)):
+        outside = empty | too_short | too_long
+        no_answer = ~outside & (answer < 2)
+        reasons = ((EMPTY, empty), (TOO_SHORT, too_short), (TOO_LONG, too_long), (NO_ANSWER, no_answer))
+        for reason, which in reasons:
             skipped.add(reason, np.flatnonzero(which).tolist())
-        good: npt.NDArray[np.bool_] = ~(empty | too_long | no_answer)
+        good: npt.NDArray[np.bool_] = ~(outside | no_answer)
         return good
 
     def _place(self, sample: int) -> tuple[int, int]:

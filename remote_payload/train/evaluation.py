@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.decode import Decoded, Decoder, differs
+from remote_payload.train.devices import turn
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.target import Target
 
@@ -41,20 +43,22 @@ class Report:
     record: dict[str, Any]
 
 
-def held_out_prompts(dataset: Dataset, count: int) -> list[HeldOutPrompt]:
-    """`count` prompts (fewer if there are fewer), taken from all kinds in turn."""
+def held_out_prompts(dataset: Dataset, count: int, vocabulary: int) -> list[HeldOutPrompt]:
+    """`count` prompts (fewer if there are fewer), taken from all kinds in turn.
+
+    A prompt is what stands before the first supervised token. Samples where that is nothing, or holds an id
+    outside the `vocabulary`, are left out.
+    """
     kinds = dataset.texts("kind") or ["all"] * len(dataset)
-    by_kind: dict[str, list[int]] = defaultdict(list)
+    by_kind: dict[str, list[list[int]]] = defaultdict(list)
     for sample, kind in enumerate(kinds):
-        if not dataset.supervised(sample)[:1].any():  # something stands before the answer
-            by_kind[kind].append(sample)
+        prompt = dataset.ids(sample)[~np.logical_or.accumulate(dataset.supervised(sample))].tolist()
+        if prompt and min(prompt) >= 0 and max(prompt) < vocabulary:
+            by_kind[kind].append(prompt)
     order = sorted(
-        (place, kind, sample) for kind, samples in by_kind.items() for place, sample in enumerate(samples)
+        ((place, kind) for kind, prompts in by_kind.items() for place in range(len(prompts))),
     )
-    return [
-        HeldOutPrompt(dataset.ids(sample)[~dataset.supervised(sample)].tolist(), kind)
-        for _, kind, sample in order[:count]
-    ]
+    return [HeldOutPrompt(by_kind[kind][place], kind) for place, kind in order[:count]]
 
 
 class Evaluation:
@@ -80,8 +84,10 @@ class Evaluation:
         for number, prompt in enumerate(self._prompts):
             ids = torch.tensor(prompt.ids, device=target.device)
             if len(self._own) == number:
-                self._own.append(decoder.plain(ids))
-            drafted.append(decoder.speculative(ids, drafter))
+                with turn(target.device):
+                    self._own.append(decoder.plain(ids))
+            with turn(target.device):
+                drafted.append(decoder.speculative(ids, drafter))
             if differs(self._own[number], drafted[-1], dtype):
                 mismatches += 1
                 if dtype == torch.float32:

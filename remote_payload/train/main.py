@@ -248,10 +248,8 @@ def keep_caches(workspace: Path) -> None:
 
 
 def set_cpu_threads(checked: job.Job) -> None:
-    """Share the cores between replicas on the CPU; set before any worker starts, and never again."""
-    on_cpu = sum(device == "cpu" for device in checked.drafters) or len(checked.drafters)
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(checked.cpu_threads or max(1, cores // on_cpu))
+    """All cores for one operation: workers on the CPU take turns. Set before any starts, never again."""
+    torch.set_num_threads(checked.cpu_threads or len(os.sched_getaffinity(0)))
 
 
 def log(text: str) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from remote_payload.train.batch import Batch
+from remote_payload.train.devices import compute_dtype, on_device, turn
 from remote_payload.train.evaluation import drafter_with
 from remote_payload.train.features import Features, pack
 from remote_payload.train.metrics import gib
-from remote_payload.train.replica import compute_dtype
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
@@ -111,7 +111,8 @@ def compute_features(run: Run, target: Target, batch: Batch) -> Features:
         return Features(batch, kept, None)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    packed = pack(target.features(batch.ids.to(device, non_blocking=True)), batch.lengths)
+    with turn(device):
+        packed = pack(target.features(batch.ids.to(device, non_blocking=True)), batch.lengths)
     if run.cache is not None:
         run.cache.store(batch.samples, batch.lengths, packed)
         kept = run.cache.read(batch.samples)
@@ -169,19 +170,3 @@ def _next_snapshot(run: Run) -> tuple[int, dict[str, Tensor]] | None:
         with contextlib.suppress(queue.Empty):
             return run.to_evaluate.get(timeout=0.5)
     return None
-
-
-@contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """What every worker does first: its device, a stream of its own, backward in its own thread.
-
-    With multithreaded autograd off, backward runs in the thread that called it, so that configuration,
-    thread-local state and a later capture all belong to one thread.
-    """
-    with torch.autograd.set_multithreading_enabled(False):
-        if device.type != "cuda":
-            yield
-            return
-        torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            yield

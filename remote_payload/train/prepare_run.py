@@ -9,6 +9,7 @@ import functools
 import queue
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import remote_payload
@@ -17,13 +18,13 @@ from remote_payload.rundir import RecordWriter
 from remote_payload.train.batch import BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
 from remote_payload.train.dataset import DataError, Dataset, Skipped
+from remote_payload.train.devices import compute_dtype, resolve_devices
 from remote_payload.train.drafter import DrafterConfig, choose_taps
 from remote_payload.train.evaluation import Evaluation, held_out_prompts
 from remote_payload.train.features import FeatureCache
 from remote_payload.train.metrics import Progress, Statistics
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.objective import default_gamma
-from remote_payload.train.replica import compute_dtype
 from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.sync import Reduction
@@ -40,14 +41,11 @@ def prepare(
     log(f"{len(dataset)} samples loaded (Arrow-backed, lazy access)")
     skipped = Skipped()
     longest = min(job.bucket_edges[-1] - 1, job.token_budget)
-    usable = dataset.usable(longest, skipped)
-    buckets = bucket_of(dataset.lengths, job.bucket_edges)
-    buckets[~usable] = -1
-    if not (buckets >= 0).any():
+    usable = dataset.usable(job.bucket_edges[0], longest, skipped)
+    buckets = np.where(usable, bucket_of(dataset.lengths, job.bucket_edges), -1)
+    if not usable.any():
         why = "; ".join(f"{count} {reason}" for reason, count in skipped.count.items())
-        raise DataError(
-            f"{dataset.path}: none of its {len(dataset)} samples can be used: {why or 'all are too short'}"
-        )
+        raise DataError(f"{dataset.path}: none of its {len(dataset)} samples can be used: {why}")
     plan = functools.lru_cache(maxsize=2)(
         lambda epoch: plan_epoch(
             dataset.lengths,
@@ -60,7 +58,10 @@ def prepare(
     )
     report_dataset(job, dataset, skipped, int((buckets >= 0).sum()), plan(0), events, log)
 
-    model = resolve_model(job.target, workspace / "cache", log)
+    try:
+        model = resolve_model(job.target, workspace / "cache", log)
+    except ValueError as error:
+        raise JobError(str(error)) from error
     text = read_config(model)
     check_mask_token(job.mask_token_id, text, special_ids(model, text))
     taps = tuple(job.tap_layers) or choose_taps(text.num_hidden_layers, job.taps)
@@ -98,7 +99,9 @@ def prepare(
         batches_per_epoch=batches,
         maker=maker,
         cache=open_cache(job, dataset, str(model), config, workspace, log),
-        evaluation=open_evaluation(job, workspace, special_ids(model, text)["eos_token_id"], log),
+        evaluation=open_evaluation(
+            job, workspace, special_ids(model, text)["eos_token_id"], text.vocab_size, log
+        ),
         events=events,
         progress=progress,
         control=control,
@@ -119,17 +122,6 @@ def locate(path: str, workspace: Path) -> Path:
     if path.startswith(PAYLOAD_PREFIX):
         return Path(remote_payload.__file__).parent / path.removeprefix(PAYLOAD_PREFIX)
     return workspace / Path(path).expanduser()
-
-
-def resolve_devices(names: list[str]) -> list[str]:
-    """Device names with `auto` decided; raises JobError for a GPU that is not there."""
-    found = torch.cuda.device_count()
-    devices = [("cuda:0" if found else "cpu") if name == "auto" else name for name in names]
-    for name in devices:
-        if name.startswith("cuda") and int(name[5:]) >= found:
-            there = f"GPUs cuda:0 to cuda:{found - 1}" if found else "no GPU"
-            raise JobError(f"device {name!r} is not there: torch {torch.__version__} sees {there}")
-    return devices
 
 
 def report_dataset(
@@ -175,14 +167,19 @@ def open_cache(
     return cache
 
 
-def open_evaluation(job: Job, workspace: Path, ends: set[int], log: Log) -> Evaluation | None:
+def open_evaluation(
+    job: Job, workspace: Path, ends: set[int], vocabulary: int, log: Log
+) -> Evaluation | None:
     """The evaluation on held-out prompts, when the job names some."""
     if not job.held_out:
         log("No held_out in the job: tau will be training's estimate only")
         return None
     dataset = Dataset.open(locate(job.held_out, workspace))
-    prompts = held_out_prompts(dataset, job.eval_prompts)
+    prompts = held_out_prompts(dataset, job.eval_prompts, vocabulary)
     if not prompts:
-        raise DataError(f"{dataset.path}: no sample has a prompt before its answer; nothing to evaluate on")
+        raise DataError(
+            f"{dataset.path}: no sample has a prompt of ids below {vocabulary} before its answer; nothing to"
+            f" evaluate on"
+        )
     log(f"{len(prompts)} held-out prompts of {len({prompt.kind for prompt in prompts})} kinds")
     return Evaluation(prompts, ends, job.eval_max_new_tokens)

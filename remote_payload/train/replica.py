@@ -22,6 +22,7 @@ from remote_payload import crash
 from remote_payload.job import Job
 from remote_payload.train import execution
 from remote_payload.train.batch import Row, RowShape, empty_row
+from remote_payload.train.devices import compute_dtype, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Mask, initialise
 from remote_payload.train.features import Features
 from remote_payload.train.init_from_target import copy_layers
@@ -185,12 +186,14 @@ class Replica:
         """Seconds of a forward and backward pass on a full synthetic row, the better of two."""
         row = _full_row(self.shape)
         self.load(None, row)
+        self._forward(row).loss.backward()  # compiles, mostly on one core, so others may use the CPU
         best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            self._forward(row).loss.backward()
-            self.synchronise()
-            best = min(best, time.perf_counter() - start)
+        for _ in range(2):
+            with turn(self.device):
+                start = time.perf_counter()
+                self._forward(row).loss.backward()
+                self.synchronise()
+                best = min(best, time.perf_counter() - start)
         return best
 
     def _clear(self) -> None:
@@ -205,13 +208,6 @@ class Replica:
         self._held.append((features, event))
         while self._held and self._held[0][1].query():
             self._held.popleft()
-
-
-def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """A job's `compute_dtype` or `target_dtype` on `device`."""
-    if wanted == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
 
 
 def _frozen(target: Target, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:

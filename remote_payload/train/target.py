@@ -9,6 +9,7 @@ Shapes: B rows, L tokens, D width, W = taps * D.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import threading
@@ -32,6 +33,7 @@ class Target:
         self.tap_layers = tap_layers
         self.layers = decoder_layers(model)
         self._taps = _Taps()
+        self._tapped_part = up_to_layer(model.get_decoder(), self.layers, max(tap_layers))
         # transformers 5.24 renames the argument and warns at the old name.
         named = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in named else "past_key_values"
@@ -85,7 +87,7 @@ class Target:
 
         No attention mask is passed: a causal model's real tokens see no pad that comes after them.
         """
-        self.model.get_decoder()(input_ids=ids, use_cache=False)
+        self._tapped_part(input_ids=ids, use_cache=False)
         return self.tapped()
 
     @torch.no_grad()
@@ -120,6 +122,18 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise JobError(f"target of type {type(model).__name__}: no list of its {wanted} decoder layers found")
+
+
+def up_to_layer(decoder: nn.Module, layers: nn.ModuleList, last: int) -> nn.Module:
+    """The same decoder without the layers after `last`, sharing all weights: features need no more.
+
+    A decoder that does not keep its layers as `layers` is returned whole.
+    """
+    if getattr(decoder, "layers", None) is not layers:
+        return decoder
+    shorter = copy.copy(decoder)
+    shorter._modules = {**decoder._modules, "layers": nn.ModuleList(list(layers)[: last + 1])}
+    return shorter
 
 
 def text_config(config: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from remote_payload.train import checkpoint, execution
 from remote_payload.train.batch import Batch, empty_row
+from remote_payload.train.devices import on_device, turn
 from remote_payload.train.metrics import StepClock
-from remote_payload.train.pipeline import on_device
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
@@ -151,8 +151,9 @@ def run_rows(
         else:
             batch, row = features.batch, features.batch.row
             status.enter("forward and backward", bucket=batch.bucket, samples=batch.samples)
-        replica.load(features, row)
-        replica.run_row(row, batch.bucket if batch else 0, first=number == 0)
+        with turn(replica.device):
+            replica.load(features, row)
+            replica.run_row(row, batch.bucket if batch else 0, first=number == 0)
         if batch is not None:
             weight += batch.weight
             rows.append((batch, time.perf_counter() - started))

@@ -27,7 +27,7 @@ from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.mask import block_mask, dense_mask, mask_mod
 from remote_payload.train.metrics import Statistics
 from remote_payload.train.objective import weighted_first
-from remote_payload.train.pipeline import on_device
+from remote_payload.train.devices import on_device
 from remote_payload.train.replica import Replica
 from remote_payload.train.target import Target
 from tests.payload.tiny import MASK, VOCABULARY, job_values, random_samples, write_arrow, write_model

@@ -1,0 +1,93 @@
+"""Devices: which one a name means, how a worker thread lives on it, and how workers share a CPU.
+
+On a GPU every worker has a stream of its own and they overlap. On a CPU every operation already uses all
+cores: two workers at once make OpenMP's teams wait for each other at every barrier (measured on two cores:
+8 s a step with a target and an evaluation beside it, against 0.3 s), so there they take turns.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from remote_payload.job import JobError
+
+
+def resolve_devices(names: list[str]) -> list[str]:
+    """Device names with `auto` decided; raises JobError for a GPU that is not there."""
+    found = torch.cuda.device_count()
+    devices = [("cuda:0" if found else "cpu") if name == "auto" else name for name in names]
+    for name in devices:
+        if name.startswith("cuda") and int(name[5:]) >= found:
+            there = f"GPUs cuda:0 to cuda:{found - 1}" if found else "no GPU"
+            raise JobError(f"device {name!r} is not there: torch {torch.__version__} sees {there}")
+    return devices
+
+
+def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """A job's `compute_dtype` or `target_dtype` on `device`."""
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """What every worker does first: its device, a stream of its own, backward in its own thread.
+
+    With multithreaded autograd off, backward runs in the thread that called it, so that configuration,
+    thread-local state and a later capture all belong to one thread.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
+
+
+@contextlib.contextmanager
+def turn(device: torch.device) -> Iterator[None]:
+    """Hold the CPU for one piece of heavy work, in the order of asking; free on a GPU. Not reentrant."""
+    if device.type != "cpu":
+        yield
+        return
+    _CPU.acquire()
+    try:
+        yield
+    finally:
+        _CPU.release()
+
+
+class _FairLock:
+    """A lock that goes to who has waited longest; threading.Lock goes to who is quickest to ask again."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._held = False
+        self._waiting: collections.deque[threading.Lock] = collections.deque()
+
+    def acquire(self) -> None:
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return
+            mine = threading.Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        mine.acquire()  # released by whoever hands the CPU over
+
+    def release(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+
+_CPU = _FairLock()
