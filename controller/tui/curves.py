@@ -84,6 +84,12 @@ class CurvePlot(Vertical):
         super().__init__(id=id)
         self._plot = plot
         self._drawn: object = None
+        self._state: RunState | None = None
+
+    def on_resize(self) -> None:
+        """Another size has room for other dots and ticks."""
+        if self._state is not None:
+            self.show(self._state)
 
     def compose(self) -> ComposeResult:
         """A heading and the plot."""
@@ -92,6 +98,7 @@ class CurvePlot(Vertical):
 
     def show(self, state: RunState) -> None:
         """Draw the curves of `state`, again only when a dot more of them would be seen."""
+        self._state = state
         if not self.is_mounted:
             return
         series = [(name, label, state.curves[name]) for name, label in self._plot.curves]

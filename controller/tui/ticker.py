@@ -42,8 +42,8 @@ class Ticker:
         self._stop = threading.Event()
         self._taken = threading.Event()
         self._thread: threading.Thread | None = None
-        self.error: BaseException | None = None
-        """What ended the thread; telemetry must not die in silence."""
+        self.error: Exception | None = None
+        """Why the last tick failed, a defect of ours; None when it did not. The next one tries again."""
 
     def start(self) -> None:
         """Begin ticking."""
@@ -74,16 +74,19 @@ class Ticker:
         return taken
 
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                began = time.monotonic()
+        while not self._stop.is_set():
+            began = time.monotonic()
+            period = self._period_s
+            try:
                 state = self.tick()
+                self.error = None
                 self._taken.clear()
                 self._deliver(state)
-                period = CATCHING_UP_S if state.unread_bytes else self._period_s
-                self._stop.wait(max(0.0, period - (time.monotonic() - began)))
-                if not self._stop.is_set():
-                    self._taken.wait(5.0)
-        except Exception as error:
-            self.error = error
-            self._stop.set()
+                if state.unread_bytes:
+                    period = CATCHING_UP_S
+            except Exception as error:
+                self.error = error
+                self._taken.set()
+            self._stop.wait(max(0.0, period - (time.monotonic() - began)))
+            if not self._stop.is_set():
+                self._taken.wait(5.0)

@@ -8,6 +8,7 @@ import pytest
 from textual.binding import Binding
 
 from controller.tui.app import RunApp
+from controller.tui.lines import LineView
 from controller.tui.log_tail import LogNews
 from controller.tui.log_view import LogView
 from tests.tui import golden
@@ -16,7 +17,7 @@ from tests.tui.conftest import Open, screen_text
 
 def log_of(app: object) -> LogView:
     assert isinstance(app, RunApp)
-    return app.query_one("#log", LogView)
+    return app._run_screen.log_view
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,7 @@ async def test_z_gives_the_log_the_room_of_the_panels_and_back(open_run: Open) -
         await pilot.press("z")
         await pilot.pause()
         assert "Buckets" in screen_text(pilot)
+        assert log_of(pilot.app).following
 
 
 async def test_x_hides_the_crash_and_shows_the_panels(open_run: Open) -> None:
@@ -137,6 +139,10 @@ async def test_question_mark_lists_every_binding(open_run: Open) -> None:
         for binding in RunApp.BINDINGS:
             assert isinstance(binding, Binding)
             assert binding.tooltip in shown
+        assert isinstance(pilot.app, RunApp)
+        pilot.app.tick()
+        await pilot.pause()
+        assert "Keys" in screen_text(pilot), "a tick behind the help changes nothing of it"
         await pilot.press("escape")
         await pilot.pause()
         assert "Keys" not in screen_text(pilot)
@@ -181,4 +187,4 @@ async def test_what_is_not_visible_is_not_drawn(open_run: Open) -> None:
         app = pilot.app
         assert isinstance(app, RunApp)
         for name in ("threads", "events"):
-            assert not app.query_one(f"#{name}").lines  # type: ignore[attr-defined]
+            assert not app.query_one(f"#{name}", LineView).lines

@@ -1,0 +1,311 @@
+"""The screen of one run: which widget has which rows, and which lines it shows.
+
+It is given a `RunState` and keeps nothing else of the run. `arrangement` says what fits; what is not shown
+is not drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.text import Text
+from textual import events, on
+from textual.app import ComposeResult
+from textual.containers import Grid, Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher, Input
+
+from controller.run_state import RunState
+from controller.tui.arrangement import Arrangement, arrange
+from controller.tui.bucket_panel import bucket_lines
+from controller.tui.crash_panel import crash_lines, has_crash
+from controller.tui.curves import PLOTS, CurvePlot
+from controller.tui.gpu_panel import gpu_lines, gpu_summary
+from controller.tui.lines import Lines, LineView, line, remote
+from controller.tui.log_tail import LogNews
+from controller.tui.log_view import LogView
+from controller.tui.overview import (
+    detail_line,
+    flow_line,
+    learning_line,
+    speed_line,
+    status_line,
+)
+from controller.tui.palette import KEY, LABEL, PLAIN, TAB_ON, WARN
+from controller.tui.thread_panel import event_lines, thread_lines
+
+TABS = ("log", "curves", "threads", "events")
+SMALL_ROWS = 34
+"""Below this height every tab but the log takes the panels' room."""
+
+
+class TabBar(Lines):
+    """The tabs' names; a click chooses one."""
+
+    def on_click(self, event: events.Click) -> None:
+        """Choose the tab under the pointer."""
+        column = 0
+        for name, label in zip(TABS, tab_labels(), strict=True):
+            column += len(label) + 1
+            if event.x < column:
+                screen = self.screen
+                assert isinstance(screen, RunScreen)
+                screen.show_tab(name)
+                return
+
+
+def tab_labels() -> list[str]:
+    """` 1 Log ` and so on."""
+    return [f" {number} {name.capitalize()} " for number, name in enumerate(TABS, 1)]
+
+
+class RunScreen(Screen[None]):
+    """One run. `keys` are shown in the last row: a key and a word each."""
+
+    def __init__(self, keys: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self._keys = keys
+        self._state = RunState()
+        self._trouble = ""
+        self._zoomed = False
+        self._crash_hidden = False
+        self._arrangement: Arrangement | None = None
+        self._note = ""
+        self._note_until = 0.0
+
+    def compose(self) -> ComposeResult:
+        """The screen from top to bottom."""
+        for name in ("status", "detail", "learning", "speed"):
+            yield Lines(id=name)
+        yield LineView(id="crash")
+        with Horizontal(id="middle"):
+            with Vertical(id="panels"):
+                yield Lines(id="gpus")
+                yield Lines(id="flow")
+                yield Lines(id="buckets")
+                yield LineView(id="middle-threads")
+            with Vertical(id="side"):
+                for plot in PLOTS[:3]:
+                    yield CurvePlot(plot)
+        yield TabBar(id="tabs")
+        with ContentSwitcher(initial="log", id="body"):
+            yield LogView(id="log")
+            with Grid(id="curves"):
+                for plot in PLOTS:
+                    yield CurvePlot(plot)
+            yield LineView(id="threads")
+            yield LineView(id="events")
+        yield Input(placeholder="find in the log (regular expression)", id="find", compact=True)
+        yield Lines(id="footer")
+
+    def on_mount(self) -> None:
+        """Begin at the log."""
+        self._view("events").stick_to_end = True
+        self.log_view.focus()
+
+    def on_resize(self) -> None:
+        """Give every part its room."""
+        self.call_after_refresh(self.draw)
+
+    # what is shown
+
+    @property
+    def log_view(self) -> LogView:
+        """The log."""
+        return self.query_one("#log", LogView)
+
+    @property
+    def tab(self) -> str:
+        """The tab that is shown."""
+        return self.query_one("#body", ContentSwitcher).current or "log"
+
+    def take(self, state: RunState, log: Sequence[LogNews]) -> None:
+        """Show `state`, and add what the log brought."""
+        self._state = state
+        self._trouble = ""
+        self.log_view.add(log)
+        self.draw()
+
+    def show_trouble(self, trouble: str) -> None:
+        """Say in the first line that what is shown is no longer kept up, and why."""
+        self._trouble = trouble
+        self.draw()
+
+    def say(self, note: str, seconds: float = 4.0) -> None:
+        """Show a note for some seconds."""
+        self._note, self._note_until = note, time.monotonic() + seconds
+        self.set_timer(seconds + 0.1, self.draw)
+        self.draw()
+
+    def show_tab(self, name: str) -> None:
+        """Show another tab."""
+        self.query_one("#body", ContentSwitcher).current = name
+        if name != "curves":
+            self.query_one(f"#{name}").focus()
+        self.draw()
+        self.call_after_refresh(self.draw)
+
+    def toggle_zoom(self) -> None:
+        """Give the tab the room of the panels, or give it back."""
+        self._zoomed = not self._zoomed
+        self.draw()
+
+    def toggle_crash(self) -> None:
+        """Show or hide how the run died."""
+        self._crash_hidden = not self._crash_hidden
+        self.draw()
+
+    def copied_text(self) -> str:
+        """What a copy takes: how the run died, or what the tab shows."""
+        if self._crash_shown:
+            return "\n".join(text.plain for text in self._view("crash").lines)
+        if self.tab in ("threads", "events"):
+            return "\n".join(text.plain for text in self._view(self.tab).lines)
+        return self.log_view.visible_text()
+
+    # finding
+
+    def ask_find(self) -> None:
+        """Ask what to find in the log."""
+        self.show_tab("log")
+        find = self.query_one("#find", Input)
+        find.display = True
+        find.focus()
+
+    @on(Input.Submitted, "#find")
+    def _on_find(self, event: Input.Submitted) -> None:
+        event.input.display = False
+        self.log_view.focus()
+        found = self.log_view.search(event.value)
+        if event.value:
+            self.say(f"{found:,} line{'s' * (found != 1)} match{'es' * (found == 1)}  n N go on")
+
+    def on_key(self, event: events.Key) -> None:
+        """Escape leaves the question, and forgets what was searched."""
+        if event.key == "escape":
+            self.query_one("#find", Input).display = False
+            self.log_view.search("")
+            self.log_view.focus()
+
+    @on(LogView.FollowChanged)
+    def _on_follow_changed(self) -> None:
+        self.draw()
+
+    # drawing
+
+    def draw(self) -> None:
+        """Make every visible part show the state."""
+        if not self.is_mounted or not self.query("#footer"):
+            return
+        state, width = self._state, self.size.width
+        self._arrange()
+        self._lines("status", [self._status_line(width)])
+        detail = None if self._crash_shown else detail_line(state, width)
+        self._lines("detail", [detail] if detail else [])
+        self._lines("learning", [learning_line(state, width)])
+        self._lines("speed", [speed_line(state, width)])
+        self._lines("tabs", [self._tab_line(width)])
+        self._lines("footer", [self._footer_line()])
+        self._draw_panels()
+        if self.tab == "threads":
+            self._view("threads").set_lines(thread_lines(state, width - 1))
+        elif self.tab == "events":
+            self._view("events").set_lines(event_lines(state, width))
+        elif self.tab == "curves":
+            for plot in self.query("#curves CurvePlot").results(CurvePlot):
+                plot.show(state)
+
+    def _draw_panels(self) -> None:
+        state, arrangement = self._state, self._arrangement
+        assert arrangement is not None
+        columns = arrangement.panel_columns
+        if arrangement.crash_rows:
+            self._view("crash").set_lines(crash_lines(state, self.size.width - 4))
+        if arrangement.gpu_rows == 1:
+            self._lines("gpus", [gpu_summary(state, columns)])
+        elif arrangement.gpu_rows:
+            self._lines("gpus", gpu_lines(state, columns)[: arrangement.gpu_rows])
+        if arrangement.flow:
+            self._lines("flow", [flow_line(state, columns)])
+        if arrangement.bucket_rows:
+            self._lines("buckets", bucket_lines(state, columns)[: arrangement.bucket_rows])
+        if arrangement.thread_rows:
+            self._view("middle-threads").set_lines(thread_lines(state, columns - 1))
+        if arrangement.curves_columns:
+            for plot in self.query("#side CurvePlot").results(CurvePlot):
+                if plot.display:
+                    plot.show(state)
+
+    def _lines(self, name: str, lines: list[Text]) -> None:
+        self.query_one(f"#{name}", Lines).set_lines(lines)
+
+    def _view(self, name: str) -> LineView:
+        return self.query_one(f"#{name}", LineView)
+
+    @property
+    def _crash_shown(self) -> bool:
+        return has_crash(self._state) and not self._crash_hidden and not self._zoomed
+
+    def _arrange(self) -> None:
+        """Give rows to widgets; only when the arrangement has changed."""
+        state, size, crash = self._state, self.size, self._crash_shown
+        progress = state.progress
+        arrangement = arrange(
+            size.width,
+            size.height,
+            gpus=len(state.gpus),
+            buckets=len(progress.buckets) if progress else 0,
+            threads=len(progress.threads) if progress else 0,
+            detail=not crash and detail_line(state, size.width) is not None,
+            zoomed=self._zoomed or (self.tab != "log" and size.height < SMALL_ROWS),
+            crash=len(crash_lines(state, size.width - 4)) if crash else 0,
+        )
+        if arrangement == self._arrangement:
+            return
+        self._arrangement = arrangement
+        for name in ("learning", "speed", "detail", "tabs", "footer", "flow"):
+            self.query_one(f"#{name}").display = getattr(arrangement, name)
+        for name, rows in (
+            ("crash", arrangement.crash_rows), ("gpus", arrangement.gpu_rows),
+            ("buckets", arrangement.bucket_rows), ("middle-threads", arrangement.thread_rows),
+            ("middle", arrangement.middle_rows), ("side", arrangement.curves_columns),
+        ):  # fmt: skip
+            self.query_one(f"#{name}").display = rows > 0
+        self.query_one("#crash").styles.height = arrangement.crash_rows
+        self.query_one("#middle").styles.height = arrangement.middle_rows
+        self.query_one("#side").styles.width = arrangement.curves_columns
+        self.query_one("#panels").styles.width = arrangement.panel_columns
+        for number, plot in enumerate(self.query("#side CurvePlot")):
+            plot.display = number < arrangement.side_plots
+        self.call_after_refresh(self.draw)
+
+    def _status_line(self, width: int) -> Text:
+        if self._trouble:
+            return line((" ? THIS VIEW IS STUCK ", TAB_ON), " ", remote(self._trouble, WARN))
+        return status_line(self._state, width)
+
+    def _tab_line(self, width: int) -> Text:
+        text = line()
+        for name, label in zip(TABS, tab_labels(), strict=True):
+            text.append(label, style=TAB_ON if name == self.tab else LABEL)
+            text.append(" ")
+        log = self.log_view
+        if self._note and time.monotonic() < self._note_until:
+            right = line((self._note, WARN))
+        elif log.following:
+            right = line(("follow ", LABEL), ("ON", PLAIN))
+        else:
+            waiting = f" · {log.waiting:,} new lines" if log.waiting else ""
+            right = line(("follow ", LABEL), ("OFF", WARN), (waiting, WARN))
+        text.append(" " * max(1, width - text.cell_len - right.cell_len))
+        text.append_text(right)
+        return text
+
+    def _footer_line(self) -> Text:
+        keys = [*self._keys, ("x", "crash")] if has_crash(self._state) else self._keys
+        text = line()
+        for key, word in keys:
+            text.append(f" {key}", style=KEY)
+            text.append(f" {word} ", style=LABEL)
+        return text
