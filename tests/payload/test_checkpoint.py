@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from remote_payload import rundir
 from remote_payload.train import checkpoint
-from remote_payload.train.drafter import Drafter, DrafterConfig, initialise
+from remote_payload.train.drafter import Drafter, DrafterConfig, initialise, rope_theta
 from tests.payload.test_drafter import CONFIG
 
 
@@ -80,7 +81,7 @@ def test_transformers_reads_the_config_back_with_the_same_sizes(tmp_path: Path) 
 
     read = Qwen3Config.from_pretrained(save(tmp_path, 1))
     assert (read.hidden_size, read.head_dim, read.num_key_value_heads) == (24, 10, 2)
-    assert read.rope_parameters["rope_theta"] == 5000.0 and read.tie_word_embeddings is False
+    assert rope_theta(read) == 5000.0 and read.tie_word_embeddings is False
 
 
 def test_only_the_newest_are_kept_and_they_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_save_that_fails_leaves_no_checkpoint_and_the_older_ones_whole(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.rundir if at == "write_whole" else checkpoint, at, full)
+    monkeypatch.setattr(rundir if at == "write_whole" else checkpoint, at, full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 6)
     assert checkpoint.steps(tmp_path) == [5]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from remote_payload.train.dataset import EMPTY, NO_ANSWER, TOO_LONG, DataError, Dataset, Skipped
+from remote_payload.train.dataset import EMPTY, NO_ANSWER, TOO_LONG, TOO_SHORT, DataError, Dataset, Skipped
 from tests.payload.tiny import random_samples, write_arrow
 
 
@@ -64,14 +64,19 @@ def test_what_lengths_show_to_be_unusable_is_counted_once_by_reason_and_the_firs
     tmp_path: Path,
 ) -> None:
     long, short = [[5] * 41] * 12, [[5] * 6] * 3
-    samples = [*long, [], *short, [5] * 6, [5] * 40]
-    prompts = [0] * 12 + [0] + [5, 6, 99] + [4, 0]
+    samples = [*long, [], *short, [5] * 6, [5] * 40, [5] * 4, [5] * 5]
+    prompts = [0] * 12 + [0] + [5, 6, 99] + [4, 0] + [0, 3]
     dataset = Dataset.open(write_arrow(tmp_path / "a.arrow", samples, prompts))
     skipped = Skipped()
-    usable = dataset.usable(40, skipped)
-    assert np.flatnonzero(usable).tolist() == [16, 17]
-    assert skipped.count == {TOO_LONG: 12, EMPTY: 1, NO_ANSWER: 3}
-    assert skipped.first == {TOO_LONG: list(range(10)), EMPTY: [12], NO_ANSWER: [13, 14, 15]}
+    usable = dataset.usable(5, 40, skipped)
+    assert np.flatnonzero(usable).tolist() == [16, 17, 19]
+    assert skipped.count == {TOO_LONG: 12, EMPTY: 1, NO_ANSWER: 3, TOO_SHORT: 1}
+    assert skipped.first == {
+        TOO_LONG: list(range(10)),
+        EMPTY: [12],
+        NO_ANSWER: [13, 14, 15],
+        TOO_SHORT: [18],
+    }
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_a_damaged_file_is_refused_or_read_but_never_brings_the_process_down(tmp
         path.write_bytes(damaged)
         try:
             dataset = Dataset.open(path)
-            for sample in np.flatnonzero(dataset.usable(10**9, Skipped())):
+            for sample in np.flatnonzero(dataset.usable(0, 10**9, Skipped())):
                 assert len(dataset.ids(int(sample))) == len(dataset.supervised(int(sample)))
             dataset.texts("kind")
         except DataError as error:
