@@ -5,8 +5,8 @@ A run that was killed or lost has no traceback; then the log's last lines stand 
 
 from __future__ import annotations
 
+import re
 import textwrap
-from pathlib import PurePosixPath
 
 from rich.style import Style
 from rich.text import Text
@@ -54,7 +54,7 @@ def crash_lines(state: RunState, width: int) -> list[Text]:
         if crash.samples:
             rows.append(line(("samples ", LABEL), remote(crash.samples, PLAIN)))
         rows.append(line(("Traceback", HEADING), (f"  crash/{remote(crash.file).plain}", LABEL)))
-        rows += _traceback(crash.traceback)
+        rows += _traceback(crash.traceback, width)
         if crash.memory:
             rows.append(line(("Memory at that moment", HEADING)))
             rows += [line("  ", Text(text, style=PLAIN)) for text in safe_lines(crash.memory)]
@@ -79,8 +79,16 @@ def _diagnosis(diagnosis: Diagnosis | None, width: int) -> list[Text]:
     return rows
 
 
-def _traceback(text: str) -> list[Text]:
-    """The traceback's lines; frames of this project stand out, those of libraries step back."""
+_PAYLOAD = re.compile(r"/[^\s\"]*/payloads/[0-9a-f]{8,}/")
+_PACKAGES = re.compile(r"/[^\s\"]*/(?:site|dist)-packages/|/[^\s\"]*/lib/python3[0-9.]*/")
+
+
+def _traceback(text: str, width: int) -> list[Text]:
+    """The traceback's lines; frames of this project stand out, those of libraries step back.
+
+    Folders that say nothing (the payload's digest, site-packages) are left out, so that the line number
+    is still on a narrow screen; what is still too long is folded.
+    """
     rows = []
     own = False
     lines = safe_lines(text)
@@ -89,8 +97,8 @@ def _traceback(text: str) -> list[Text]:
     for number, content in enumerate(lines):
         frame = content.lstrip().startswith('File "')
         if frame:
-            path = PurePosixPath(content.split('"')[1])
-            own = "remote_payload" in path.parts
+            own = "/remote_payload/" in content
+            content = _PACKAGES.sub("", _PAYLOAD.sub("", content))
         if number == len(lines) - 1 and content.strip():
             style = BAD
         elif not content.startswith(" "):
@@ -99,5 +107,7 @@ def _traceback(text: str) -> list[Text]:
             style = OWN_FRAMES if own else LABEL
         else:
             style = VALUE if own else FAINT
-        rows.append(Text(content, style=style, no_wrap=True, end=""))
+        for start in range(0, max(1, len(content)), max(20, width)):
+            part = content[start : start + max(20, width)]
+            rows.append(Text(part, style=style, no_wrap=True, end=""))
     return rows

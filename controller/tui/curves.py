@@ -58,7 +58,10 @@ class _FewTicks(NumericAxisFormatter):
 
     def get_labels_for_ticks(self, ticks: Sequence[float]) -> list[str]:
         if any(abs(tick) >= 1000 for tick in ticks):
-            return [figures.short(tick) if tick else "0" for tick in ticks]
+            labels = [figures.short(tick) if tick else "0" for tick in ticks]
+            if len(set(labels)) == len(labels):
+                return labels
+            return [f"{tick / 1000:.1f}k" for tick in ticks]
         return super().get_labels_for_ticks(ticks)
 
 

@@ -52,7 +52,7 @@ def heading(title: str, width: int, age_s: float | None, stale_s: float) -> Text
 
 def draw(widget: Widget, text: Text | None, left: int = 0) -> Strip:
     """The strip that shows `text` in a row of `widget`, scrolled `left` columns; None is an empty row."""
-    width, base = widget.size.width, widget.rich_style
+    width, base = widget.scrollable_content_region.width, widget.rich_style
     if text is None:
         return Strip.blank(width, base)
     if not left and text.cell_len > width:

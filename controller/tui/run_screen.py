@@ -293,6 +293,8 @@ class RunScreen(Screen[None]):
         log = self.log_view
         if self._note and time.monotonic() < self._note_until:
             right = line((self._note, WARN))
+        elif self.tab != "log":
+            right = line()
         elif log.following:
             right = line(("follow ", LABEL), ("ON", PLAIN))
         else:

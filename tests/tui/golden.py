@@ -312,9 +312,9 @@ def nan_loss() -> Run:
 
 
 TRACEBACK = """Traceback (most recent call last):
-  File "/workspace/payloads/5f5f/remote_payload/train/pipeline.py", line 188, in _run
+  File "/workspace/payloads/5f5f5f5f5f5f5f5f/remote_payload/train/pipeline.py", line 188, in _run
     self._step(batch)
-  File "/workspace/payloads/5f5f/remote_payload/train/execution.py", line 131, in step
+  File "/workspace/payloads/5f5f5f5f5f5f5f5f/remote_payload/train/execution.py", line 131, in step
     loss = self._compiled(self._static)
   File "/root/venv/lib/python3.12/site-packages/torch/_dynamo/eval_frame.py", line 655, in _fn
     return fn(*args, **kwargs)
