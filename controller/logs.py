@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
 from controller.errors import DflashctlError, ProtocolError, RunLostError
 from controller.mirror_reader import MirrorReader, Piece
 from controller.suspension import Suspension
+from controller.text import safe_line
 from controller.trouble import Trouble
 from controller.waiting import Waiter, wait_until_current
 
@@ -79,7 +80,7 @@ def follow_log(
         if not ended:
             trouble.tell_age(record, mirror, time.time())
         return 0
-    return exit_code(directory)
+    return _end(directory, trouble)
 
 
 def _show(piece: Piece, printer: _Printer, trouble: Trouble, *, tell_missing: bool) -> None:
@@ -93,12 +94,17 @@ def _show(piece: Piece, printer: _Printer, trouble: Trouble, *, tell_missing: bo
         printer.write(piece.data)
 
 
-def exit_code(directory: Path) -> int:
-    """The exit code of the ended run mirrored in `directory`: the design's, 74 when nobody says more."""
+def _end(directory: Path, trouble: Trouble) -> int:
+    """The exit code of an ended run; how it ended is told unless it finished."""
     from controller.run_reader import RunReader
 
-    code = RunReader(directory).poll(time.time()).exit_code
-    return RunLostError.exit_code if code is None else code
+    state = RunReader(directory).poll(time.time())
+    code = RunLostError.exit_code if state.exit_code is None else state.exit_code
+    if code:
+        health = state.health
+        told = f"{health.headline}: {health.detail}" if health.detail else health.headline
+        trouble.note(safe_line(f"{state.run_id} {told}".strip()))
+    return code
 
 
 def _refusal(record: dict[str, object], mirror: Mirror | None) -> DflashctlError:

@@ -312,7 +312,7 @@ class Mirror:
                 message = f"the feed says: {safe_line(frame.text)}"
                 if greeted:
                     raise ProtocolError(message)
-                raise FeedRefusedError(message)
+                raise FeedRefusedError(message, "what was copied of the run stays in its mirror folder")
             case Beat():
                 return self._take_beat(frame)
         return False

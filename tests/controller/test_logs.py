@@ -128,7 +128,7 @@ def test_every_byte_is_printed_once_across_breaks_and_the_exit_code_is_the_runs(
     for write in scene.out.writes[:-1]:
         write.decode()  # no character is cut
         assert write.endswith(b"\n")
-    assert "no connection (connection reset)" in scene.notes.getvalue()
+    assert "dflashctl: no connection (" in scene.notes.getvalue()
     assert "connected again" in scene.notes.getvalue()
 
 
@@ -139,11 +139,15 @@ def test_a_follower_returns_the_exit_code_of_the_design(scene: Scene, code: int,
     )
     scene.remote.supervisor = scene.remote.trainer = "gone"
     assert scene.logs(follow=True) == code
+    assert scene.notes.getvalue() == (
+        f"dflashctl: KILLED {signal}\n" if signal else f"dflashctl: FAILED rc={code}\n" if code else ""
+    )
 
 
 def test_a_run_that_nobody_works_on_any_more_is_lost(scene: Scene) -> None:
     scene.remote.supervisor = scene.remote.trainer = "gone"
     assert scene.logs(follow=True) == 74
+    assert "LOST: neither supervisor nor trainer" in scene.notes.getvalue()
 
 
 def test_a_half_line_waits_for_its_rest_and_is_shown_when_nothing_comes(scene: Scene) -> None:
