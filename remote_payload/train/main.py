@@ -47,6 +47,7 @@ class Trainer:
         self._control = RunControl()
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
+        self._deadline: float | None = None
         self._started = time.monotonic()
         self._run: Run | None = None
         self._ended = threading.Event()
@@ -130,51 +131,55 @@ class Trainer:
             first = self._failure is None
             if first:
                 self._failure = error
+        try:
+            if not isinstance(error, job.JobError | DataError):
+                self._record_crash(error, status, first)
+        finally:  # also when the disk is full: the others must not wait for this thread for ever
+            status.enter("failed")
+            self._control.abort()
+
+    def _record_crash(self, error: BaseException, status: ThreadStatus, first: bool) -> None:
         device = torch.device(status.device)
         memory = torch.cuda.memory_summary(device, abbreviated=True) if device.type == "cuda" else None
-        if not isinstance(error, job.JobError):
-            if first:
-                crash.dump_stacks(self._run_dir, f"{status.name} failed")
-            name = crash.write_thread(
-                self._run_dir,
-                thread=status.name,
-                role=status.role,
-                device=status.device,
-                step=status.step,
-                bucket=status.bucket,
-                samples=status.samples,
-                error=error,
-                first=first,
-                memory=memory,
-                attempt=self._attempt,
-            )
-            self._events.write(
-                "crash",
-                thread=status.name,
-                role=status.role,
-                device=status.device,
-                step=status.step,
-                bucket=status.bucket,
-                error=crash.one_line(error),
-                file=name,
-                first=first,
-            )
-            log(f"{status.name} failed in {status.state!r}: {crash.one_line(error)} (see crash/{name})")
-        status.enter("failed")
-        self._control.abort()
+        if first:
+            crash.dump_stacks(self._run_dir, f"{status.name} failed")
+        name = crash.write_thread(
+            self._run_dir,
+            thread=status.name,
+            role=status.role,
+            device=status.device,
+            step=status.step,
+            bucket=status.bucket,
+            samples=status.samples,
+            error=error,
+            first=first,
+            memory=memory,
+            attempt=self._attempt,
+        )
+        self._events.write(
+            "crash",
+            thread=status.name,
+            role=status.role,
+            device=status.device,
+            step=status.step,
+            bucket=status.bucket,
+            error=crash.one_line(error),
+            file=name,
+            first=first,
+        )
+        log(f"{status.name} failed in {status.state!r}: {crash.one_line(error)} (see crash/{name})")
 
     def _join(self, threads: list[threading.Thread]) -> None:
         """Wait for `threads`; after a crash no longer than the job's grace, then leave at once."""
-        deadline: float | None = None
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
                 thread.join(0.1)
                 if thread.is_alive():
                     break
-            if self._control.aborted and deadline is None:
+            if self._control.aborted and self._deadline is None:
                 assert self._run is not None
-                deadline = time.monotonic() + self._run.job.crash_grace
-            if deadline is not None and time.monotonic() > deadline:
+                self._deadline = time.monotonic() + self._run.job.crash_grace
+            if self._deadline is not None and time.monotonic() > self._deadline:
                 stuck = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
                 log(f"These threads did not end after the crash and are left behind: {stuck}")
                 crash.dump_stacks(self._run_dir, "threads did not end")

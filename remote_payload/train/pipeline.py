@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from remote_payload.train.batch import Batch
+from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, on_device, turn
 from remote_payload.train.evaluation import drafter_with
 from remote_payload.train.features import Features, pack
@@ -32,12 +33,23 @@ from remote_payload.train.target import Target
 def read(run: Run, status: ThreadStatus) -> None:
     """The reader: batches of one epoch after the other, as many as the run has steps for."""
     status.enter("reading")
+    skipped = run.maker.skipped
+    named = {reason: len(samples) for reason, samples in skipped.first.items()}
     left = run.steps * run.rows_per_step
-    for batch in itertools.islice(_all_batches(run), left):
+    drawn = 0
+    for number, batch in enumerate(itertools.islice(_all_batches(run), left), 1):
+        for reason, samples in skipped.first.items():
+            for sample in samples[named.get(reason, 0) :]:
+                run.log(f"Left out sample {sample}: {reason}")
+            named[reason] = len(samples)
+        run.progress.update(skipped=dict(skipped.count))
+        drawn += batch.drawn
+        if not drawn and number in (run.batches_per_epoch, left):
+            why = "; ".join(f"{count} {reason}" for reason, count in skipped.count.items())
+            raise DataError(f"{run.job.dataset}: none of its samples can be used: {why}")
         status.enter("waiting for the targets", bucket=batch.bucket)
         run.batches.put(batch.sequence, batch)
         status.enter("reading")
-        run.progress.update(skipped=dict(run.maker.skipped.count))
         if run.stopped:
             break
     run.batches.close()

@@ -121,6 +121,10 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
             report(run, replica, statistics, clock, rate, done - reported, rows)
             reported = done
             count_recompiles(run, replica, graphs)
+        if leads:
+            for request, made in (("stop", agreed.stop), ("checkpoint", agreed.checkpoint)):
+                if made:
+                    run.events.write("request", request=request, step=done)
         last = agreed.stop or done == run.steps
         every = run.job.checkpoint_every
         if leads and (last or agreed.checkpoint or (every and done % every == 0)):
