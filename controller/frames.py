@@ -245,7 +245,9 @@ def _beat(record: dict[str, Any]) -> Beat:
 
 def _time(record: dict[str, Any]) -> float | None:
     t = record.get("t")
-    return float(t) if isinstance(t, int | float) and not isinstance(t, bool) else None
+    if isinstance(t, bool) or not isinstance(t, int | float) or not abs(t) < 1e12:  # so NaN is none
+        return None
+    return float(t)
 
 
 def _integer(record: dict[str, Any], key: str, low: int, high: int) -> int:

@@ -88,7 +88,9 @@ class Mirror:
 
     def start(self) -> None:
         """Begin, in a thread of its own; after `stop`, begin again."""
-        assert not self.running
+        if self._thread is not None:
+            assert self._stop.is_set() or not self.running
+            self._thread.join()  # of a `stop` that could not wait long enough
         self._stop.clear()
         self._wake.clear()
         self._files = MirrorFiles(self._directory)

@@ -176,6 +176,13 @@ def test_frames_before_hello_are_refused_but_an_error_is_heard() -> None:
     assert decode(NONCE.encode() + b"\n" + line({"frame": "error", "text": "no"})) == [Refusal("no")]
 
 
+@pytest.mark.parametrize("t", ["NaN", "Infinity", "1e400", "true", '"now"', "[]", "null"])
+def test_a_time_that_is_none_is_not_known(t: str) -> None:
+    beat = decode(stream(b'{"frame":"beat","t":%s,"files":{}}\n' % t.encode()))[-1]
+    assert isinstance(beat, Beat)
+    assert beat.t is None
+
+
 def test_a_frame_kind_of_a_later_feed_is_passed_over_with_its_bytes() -> None:
     later = line({"frame": "novel", "size": 5}) + b"\n{}\n\n"
     frames = decode(stream(later, line({"frame": "other"}), append("train.log", 0, b"x")))

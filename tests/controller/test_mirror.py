@@ -508,6 +508,24 @@ def test_stop_ends_a_connected_mirror_at_once_and_frees_the_lock(
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_stopped_mirror_can_be_started_again(
+    remote: Remote, mirrors: Callable[..., Mirror], folder: Path
+) -> None:
+    remote.files["train.log"] += b"one\n"
+    mirror = mirrors(Line(remote))
+    for number in range(3):
+        mirror.start()
+        until(lambda n=number: len(remote.haves) == n + 1 and record(folder).get("complete"))
+        mirror.stop()
+        assert not mirror.holds_lock
+        remote.files["train.log"] += b"more\n"
+    assert [have["have"].get("train.log", {}).get("size") for have in remote.haves] == [None, 4, 9]
+    mirror.start()
+    remote.finish()
+    until(lambda: not mirror.running)
+    assert_equal(folder, remote)
+
+
 def test_bytes_left_out_by_a_feed_are_asked_for_again(
     remote: Remote, mirrors: Callable[..., Mirror], folder: Path
 ) -> None:
