@@ -90,6 +90,7 @@ class Replica:
         self._run: Any = run_drafter
         self._loss: Any = chunk_loss
         self._tiled = False
+        self._filled = 0
         self._held: collections.deque[tuple[Features, torch.cuda.Event]] = collections.deque()
 
     @property
@@ -122,7 +123,13 @@ class Replica:
         return WarmUp(choice, reason, time.perf_counter() - start, eager_s, compiled_s)
 
     def load(self, features: Features | None, row: Row) -> None:
-        """Fill the static buffers with one row; None leaves the features, which nothing then looks at."""
+        """Fill the static buffers with one row; None: a row without any context.
+
+        What an earlier, longer row left behind is cleared: nobody sees it, but a weight of 0 times a NaN is
+        a NaN, and one bad batch would spoil those after it.
+        """
+        filled, self._filled = self._filled, 0 if features is None else len(features.packed)
+        self.features[self._filled : filled].zero_()
         if features is not None:
             if features.ready is not None:
                 features.ready.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import queue
 from collections.abc import Callable
@@ -60,6 +61,8 @@ class Run:
     eager_step_s: float | None = None
     compiled_step_s: float | None = None
     saved: Path | None = None
+    trained: collections.deque[tuple[int, Batch]] = dataclasses.field(default_factory=collections.deque)
+    """Step (from 1) and batch of the rows since the last report, of all replicas."""
 
     training_s: float = 0.0
     """Seconds from the first step's start to the last step's end."""

@@ -93,6 +93,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
     began = time.monotonic()
     for step in range(run.steps):
         rows, weight = run_rows(run, replica, status, step)
+        run.trained.extend((step + 1, batch) for batch, _ in rows)
         started = time.perf_counter()
         status.enter("waiting for the other replicas", step=step)
         agreed, statistics = run.reduction.reduce(
@@ -183,15 +184,19 @@ def report(
     rates = clock.report(run.step, run.steps, run.progress.tokens)
     batch = rows[-1][0] if rows else None
     if skipped > run.progress.values["nonfinite_steps"]:
+        bad_step = int(replica.optimizer.bad_step)
+        bad = [each for step, each in run.trained if step == bad_step]
         run.events.write(
             "nonfinite",
-            step=run.step,
-            bucket=batch.bucket if batch else None,
-            samples=batch.samples if batch else [],
-            gradient_norm=norm,
+            step=bad_step,
+            bucket=bad[0].bucket if bad else None,
+            samples=sorted(sample for each in bad for sample in each.samples),
+            gradient_norm=float(replica.optimizer.bad_norm),
             skipped_steps=skipped,
         )
-        run.log(f"step {run.step}: the gradient was not finite; {skipped} steps left out so far")
+        run.log(f"step {bad_step}: the gradient was not finite; {skipped} steps left out so far")
+    while run.trained and run.trained[0][0] <= run.step:
+        run.trained.popleft()
     run.progress.update(gradient_norm=norm, learning_rate=rate, nonfinite_steps=skipped, **rates)
     run.events.write(
         "step",

@@ -84,6 +84,11 @@ class Optimizer:
         """The gradient's norm before clipping, of the newest step."""
         self.skipped = torch.zeros((), device=device)
         """Steps that were left out because their gradient was not finite."""
+        self.bad_step = torch.zeros((), dtype=torch.int64, device=device)
+        """The newest of them, from 1; 0: none."""
+        self.bad_norm = torch.zeros((), device=device)
+        """Its gradient's norm."""
+        self._taken = 0
 
     def step(self, total_weight: float, learning_rate: float) -> None:
         """One AdamW step on `total / total_weight`, clipped. Nothing here waits for the device.
@@ -105,7 +110,10 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
+        self._taken += 1
         self.skipped += bad
+        self.bad_step.masked_fill_(bad, self._taken)
+        self.bad_norm = torch.where(bad, self.norm, self.bad_norm)
         self._weights.publish()
 
     def state(self) -> dict[str, Tensor]:

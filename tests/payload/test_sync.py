@@ -130,6 +130,19 @@ def test_replicas_with_10_1000_or_no_supervised_tokens_take_the_step_of_a_single
         torch.testing.assert_close(replica.optimizer.norm, alone.optimizer.norm)
 
 
+def test_a_row_with_a_nan_in_its_features_does_not_spoil_shorter_or_empty_rows_after_it(
+    folder: Path, target: Target, batches: list[Batch]
+) -> None:
+    replica = replica_of(folder, target, 0, 1)
+    packed = pack(target.features(batches[1].ids), batches[1].lengths)
+    replica.load(Features(batches[1], torch.full_like(packed, torch.nan), None), batches[1].row)
+    replica.run_row(batches[1].row, 0, True)
+    assert bool(replica.weights.local.isnan().any())
+    for batch in (batches[0], None):
+        run_row(replica, target, batch)
+        assert bool(replica.weights.local.isfinite().all())
+
+
 def contribution(folder: Path, target: Target, number: int, flag: str = "") -> Contribution:
     replica = replica_of(folder, target, number, 2)
     given = Contribution(replica.weights, replica.statistics, 1.0)
