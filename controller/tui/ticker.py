@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from controller.health import Word
 from controller.run_reader import RunReader
 from controller.run_state import RunState
 from controller.tui.log_tail import LogNews, LogTail
 
 PERIOD_S = 1.0
 CATCHING_UP_S = 0.05
-"""Pause between polls while history is still unread."""
+"""Pause between polls while history is unread or the first news is on its way."""
 
 
 class Ticker:
@@ -82,7 +83,7 @@ class Ticker:
                 self.error = None
                 self._taken.clear()
                 self._deliver(state)
-                if state.unread_bytes:
+                if state.unread_bytes or state.health.word is Word.CONNECTING:
                     period = CATCHING_UP_S
             except Exception as error:
                 self.error = error
