@@ -72,7 +72,9 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTable:
-    """All GPUs of one host by uuid, in the order first seen; `none_reason` when there are none."""
+    """All GPUs of one host by uuid, in the order first seen; `none_reason` says why there are none, or no
+    newer values.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     none_reason: str = ""
@@ -90,7 +92,7 @@ class GpuTable:
             kind = text(record, "kind")
             if kind == "gpu_none":
                 none_reason = text(record, "reason") or "no GPU was found"
-                t = number(record, "t")
+                t = t if known else number(record, "t")  # with rows to show, their age goes on
             elif kind == "gpu_constants":
                 none_reason = ""
                 for row in rows(record, "gpus"):

@@ -78,6 +78,10 @@ def _no_gpus(state: RunState) -> Text:
 
 def _names(state: RunState) -> str:
     names = {gpu.name for gpu in state.gpus if gpu.name}
+    if state.gpus and state.gpu_table.none_reason:
+        reason = remote(state.gpu_table.none_reason)
+        reason.truncate(44, overflow="ellipsis")
+        return f" no answer: {reason.plain}"
     if len(names) != 1:
         return ""
     return f" {len(state.gpus)} × {remote(names.pop().removeprefix('NVIDIA ')).plain}"

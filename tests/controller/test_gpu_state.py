@@ -91,3 +91,10 @@ def test_the_reason_for_no_gpu_is_kept_until_there_is_one() -> None:
     none = GpuTable().updated([{"kind": "gpu_none", "reason": "nvidia-smi is not installed", "t": 1.0}])
     assert none.none_reason == "nvidia-smi is not installed"
     assert none.updated([CONSTANTS]).none_reason == ""
+
+
+def test_values_grow_old_when_nvidia_smi_stops_answering() -> None:
+    seen = GpuTable().updated([CONSTANTS, {"kind": "gpu", "t": 5.0, "gpus": {A: BUSY}}])
+    silent = seen.updated([{"kind": "gpu_none", "t": 90.0, "reason": "Failed to initialize NVML"}])
+    assert (silent.t, silent.none_reason) == (5.0, "Failed to initialize NVML")
+    assert silent.gpus[0].utilization_share == 0.95
