@@ -136,11 +136,12 @@ class LocalProcess:
             if stream is not None:
                 stream.close()
         self._open.clear()
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # a stopped one takes no TERM
             if self._popen.poll() is not None:
                 break
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, number)
+                for number in numbers:
+                    os.killpg(self._popen.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_CLOSE_GRACE_S)
 

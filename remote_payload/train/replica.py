@@ -33,6 +33,10 @@ from remote_payload.train.target import Target
 from remote_payload.train.weights import FlatWeights, Optimizer
 
 
+CLEARLY_SLOWER = 1.1
+"""Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WarmUp:
     """What warm-up decided, and what it measured."""
@@ -114,7 +118,7 @@ class Replica:
                 compiled_s = self._time_step()
             except Exception as error:  # whatever inductor or its compiler raises, eager still trains
                 choice, reason = execution.EAGER, f"compiling failed: {crash.one_line(error)}"
-            if compiled_s and eager_s and wanted == "auto" and compiled_s > eager_s:
+            if compiled_s and eager_s and wanted == "auto" and compiled_s > CLEARLY_SLOWER * eager_s:
                 choice = execution.EAGER
                 reason = f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled"
         if choice == execution.EAGER:
