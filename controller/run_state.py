@@ -61,6 +61,7 @@ class History:
         default_factory=lambda: {name: Series() for name in CURVES}
     )
     ema: Ema = dataclasses.field(default_factory=Ema)
+    last_step: float = 0.0
     accuracy: tuple[float | None, ...] = ()
     """Accuracy by position of the block, from the newest step event."""
     dataset: Dataset | None = None
@@ -76,7 +77,7 @@ class History:
         if not records:
             return self
         points: dict[str, list[tuple[float, float | None]]] = {name: [] for name in CURVES}
-        ema, dataset = self.ema, self.dataset
+        ema, dataset, last_step = self.ema, self.dataset, self.last_step
         newest: Record = {}
         evaluations = list(self.evaluations)
         nonfinite = self.nonfinite
@@ -84,7 +85,8 @@ class History:
             kind, step = text(record, "kind"), number(record, "step")
             if kind == "step" and step is not None:
                 loss = number(record, "loss")
-                ema = ema.updated(loss)
+                ema = ema.updated(loss, step - last_step)
+                last_step = step
                 points["loss_ema"].append((step, ema.value))
                 for name in _STEP_CURVES:
                     points[name].append((step, number(record, name)))
@@ -102,6 +104,7 @@ class History:
         return History(
             curves={name: series.extended(points[name]) for name, series in self.curves.items()},
             ema=ema,
+            last_step=last_step,
             accuracy=numbers(newest, "accuracy") or self.accuracy,
             dataset=dataset,
             evaluations=tuple(evaluations[-100:]),

@@ -79,18 +79,22 @@ def _merged(points: Iterable[Point]) -> Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ema:
-    """A debiased exponential moving average (Adam's correction: Kingma and Ba 2014, section 3)."""
+    """A debiased exponential moving average (Adam's correction: Kingma and Ba 2014, section 3).
 
-    decay: float = 0.95
+    `decay` is of one step; a value that stands for several steps counts for as many, so the trainer's own
+    average (`loss_ema` of progress.json, 1/e after 50 steps) and this one are the same curve.
+    """
+
+    decay: float = 1 - 1 / 50
     total: float = 0.0
     weight: float = 0.0
 
-    def updated(self, value: float | None) -> Ema:
-        """The average after one more value; a gap changes nothing."""
+    def updated(self, value: float | None, steps: float = 1) -> Ema:
+        """The average after one more value, the mean of `steps` steps; a gap changes nothing."""
         if value is None or not math.isfinite(value):
             return self
-        keep = self.decay
-        return Ema(keep, keep * self.total + (1 - keep) * value, keep * self.weight + (1 - keep))
+        keep = self.decay ** max(1.0, steps)
+        return Ema(self.decay, keep * self.total + (1 - keep) * value, keep * self.weight + (1 - keep))
 
     @property
     def value(self) -> float | None:

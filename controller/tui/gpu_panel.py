@@ -27,7 +27,8 @@ _BAR = 9
 def gpu_lines(state: RunState, width: int) -> list[Text]:
     """The full panel: heading and cells, or heading and the reason why there are no GPUs."""
     table = state.gpu_table
-    stale = STALE_S if not state.ended else float("inf")
+    settled = state.ended or not table.gpus  # that there is no GPU is said once, and does not grow old
+    stale = float("inf") if settled else STALE_S
     name = _names(state)
     head = heading(f"GPUs{name}", width, state.ages.gpu, stale)
     if not table.gpus:

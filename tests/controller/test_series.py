@@ -49,3 +49,13 @@ def test_the_average_is_debiased_and_ignores_gaps() -> None:
         average = average.updated(value)
     assert average.value is not None
     assert math.isclose(average.value, 3.0)
+
+
+def test_a_mean_of_several_steps_counts_for_as_many() -> None:
+    one_by_one, together = Ema(), Ema().updated(5.0)
+    for value in (5.0, 3.0, 3.0, 3.0):
+        one_by_one = one_by_one.updated(value)
+    together = together.updated(3.0, steps=3)
+    assert one_by_one.value is not None
+    assert together.value is not None
+    assert math.isclose(one_by_one.value, together.value)

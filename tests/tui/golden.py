@@ -389,7 +389,7 @@ def no_gpu() -> Run:
     """The demo on a laptop: a CPU alone."""
     run = Run(targets=1, drafters=1, step=412)
     run.run |= {"place": "local", "host": "local", "id": "1130-demo-4e1c", "job": "demo"}
-    run.gpu = [{"kind": "gpu_none", "t": NOW + AHEAD - 3, "reason": "nvidia-smi is not installed"}]
+    run.gpu = [{"kind": "gpu_none", "t": NOW + AHEAD - 395, "reason": "nvidia-smi is not installed"}]
     assert run.progress is not None
     run.progress |= {
         "steps": 900, "epoch": 11.4, "eta_s": 176.0, "loss": 2.611, "loss_ema": 2.702,

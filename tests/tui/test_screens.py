@@ -124,7 +124,9 @@ async def test_the_traceback_of_the_first_failed_thread_stands_under_its_diagnos
 
 async def test_a_machine_without_gpus_says_so_and_why(open_run: Open) -> None:
     async with open_run("no_gpu") as pilot:
-        assert "none: nvidia-smi is not installed" in screen_text(pilot)
+        shown = screen_text(pilot)
+        assert "none: nvidia-smi is not installed" in shown
+        assert "stale" not in shown, "it is said once, when the run begins"
 
 
 async def test_a_gpu_in_trouble_has_its_word_in_the_place_of_its_bar(open_run: Open) -> None:
