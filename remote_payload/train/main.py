@@ -180,8 +180,10 @@ class Trainer:
                 assert self._run is not None
                 self._deadline = time.monotonic() + self._run.job.crash_grace
             if self._deadline is not None and time.monotonic() > self._deadline:
-                stuck = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
-                log(f"These threads did not end after the crash and are left behind: {stuck}")
+                assert self._run is not None
+                workers = {status.name for status in self._run.progress.threads}
+                stuck = [thread.name for thread in threading.enumerate() if thread.name in workers]
+                log(f"These threads did not end after the crash and are left behind: {', '.join(stuck)}")
                 crash.dump_stacks(self._run_dir, "threads did not end")
                 code = self._end()
                 sys.stdout.flush()
