@@ -38,6 +38,7 @@ class Trial:
         self.run_dir.mkdir(parents=True)
         self.job = Job.from_mapping(job_values(workspace, **changes), "tiny")
         (self.run_dir / rundir.JOB).write_text(self.job.to_toml())
+        self.patience_s = PATIENCE_S
         self._process: Any = None
 
     def write_job(self, text: str) -> None:
@@ -52,7 +53,7 @@ class Trial:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                timeout=PATIENCE_S,
+                timeout=self.patience_s,
                 check=False,
             ).returncode
 
@@ -67,7 +68,7 @@ class Trial:
 
     def finish(self) -> int:
         """Wait for a started run; its exit code, or minus the signal that killed it."""
-        self._process.join(PATIENCE_S)
+        self._process.join(self.patience_s)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
@@ -84,7 +85,7 @@ class Trial:
 
     def wait_for(self, what: Callable[[], Any]) -> None:
         """Until `what` is true; fails when the run ends before."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while not what():
             assert self._process.is_alive(), f"the run ended early:\n{self.log}"
             assert time.monotonic() < deadline, f"nothing came:\n{self.log}"
@@ -130,6 +131,8 @@ def _train(run_dir: Path, fault: Fault | None) -> None:
     log = os.open(run_dir / rundir.TRAIN_LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # torch sets them where a test compiled
+        os.environ.pop(name, None)
     from remote_payload.train.main import main
 
     if fault:
