@@ -69,7 +69,9 @@ class Dataset:
             column = table.column(PROMPT_LENGTH)
             if not pa.types.is_integer(column.type):
                 raise DataError(f"{path}: column {PROMPT_LENGTH}: expected integers, found {column.type}")
-            self.prompt_lengths = column.fill_null(0).to_numpy().astype(np.int64)
+            # Where it is not known, nothing counts as the answer: the sample is left out and counted.
+            unknown = pa.scalar(np.iinfo(np.int64).max, pa.int64())
+            self.prompt_lengths = column.cast(pa.int64()).fill_null(unknown).to_numpy()
         elif LOSS_MASK in table.column_names:
             self._masks = [_list_values(path, c, LOSS_MASK) for c in table.column(LOSS_MASK).chunks]
             mask_lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._masks])

@@ -32,7 +32,6 @@ from remote_payload.train.objective import BlockScores, block_loss, chunk_loss, 
 from remote_payload.train.target import Target
 from remote_payload.train.weights import FlatWeights, Optimizer
 
-
 CLEARLY_SLOWER = 1.1
 """Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
 

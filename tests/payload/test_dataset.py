@@ -79,6 +79,15 @@ def test_what_lengths_show_to_be_unusable_is_counted_once_by_reason_and_the_firs
     }
 
 
+def test_a_sample_whose_prompt_length_is_null_is_left_out_and_never_trained_on_whole(tmp_path: Path) -> None:
+    prompts = pa.array([None, 2], pa.int32())
+    table = table_of([[5] * 9, [6] * 9], pa.list_(pa.int32()), prompt_length=prompts)
+    dataset = Dataset.open(write_table(tmp_path / "a.arrow", table))
+    skipped = Skipped()
+    assert dataset.usable(0, 40, skipped).tolist() == [False, True]
+    assert skipped.count == {NO_ANSWER: 1} and not dataset.supervised(0).any()
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.arrow: there is no such file"):
         Dataset.open(tmp_path / "absent.arrow")

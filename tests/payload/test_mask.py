@@ -120,6 +120,22 @@ def test_no_tile_is_called_full_that_is_not_and_none_that_somebody_sees_is_left_
     assert not (some & ~(full | partial)).any()
 
 
+@pytest.mark.parametrize("border", [0, 1, 100, TILE - 1, TILE, TILE + 1, 2 * TILE])
+def test_tiles_are_full_exactly_where_every_query_sees_every_key_around_all_borders(border: int) -> None:
+    """Two query tiles of 16 blocks each, their anchors side by side, walked over the borders of tiles."""
+    lengths = [border, 4 * TILE - border] if border else [4 * TILE]
+    for first in sorted(
+        {edge + step for edge in (border, TILE, 2 * TILE, 3 * TILE) for step in (0, 1, 8, 97)}
+    ):
+        for second in (first + 16, 3 * TILE - 1, 3 * TILE, 3 * TILE + 1):
+            anchors = sorted({first + n for n in range(16)} | {second + n for n in range(16)})
+            if first < border or len(anchors) < 32 or anchors[-1] >= 4 * TILE:
+                continue
+            full, partial, every, some = tiles_of(Packed(lengths, anchors, 32, 4 * TILE, 8))
+            assert full.equal(every), (first, second)
+            assert (full | partial).equal(some), (first, second)
+
+
 def test_the_block_mask_of_one_long_document_has_exactly_the_tiles_that_torch_finds() -> None:
     row = Packed([4 * TILE], [3 * TILE + 8 * n for n in range(16)], 16, 4 * TILE, 8)
     full, partial, every, some = tiles_of(row)
