@@ -120,16 +120,15 @@ def test_no_tile_is_called_full_that_is_not_and_none_that_somebody_sees_is_left_
     assert not (some & ~(full | partial)).any()
 
 
-@pytest.mark.parametrize("border", [0, 1, 100, TILE - 1, TILE, TILE + 1, 2 * TILE])
+@pytest.mark.parametrize("border", [0, 1, 100, TILE - 1, TILE, TILE + 1, 2 * TILE, 300])
 def test_tiles_are_full_exactly_where_every_query_sees_every_key_around_all_borders(border: int) -> None:
     """Two query tiles of 16 blocks each, their anchors side by side, walked over the borders of tiles."""
     lengths = [border, 4 * TILE - border] if border else [4 * TILE]
-    for first in sorted(
-        {edge + step for edge in (border, TILE, 2 * TILE, 3 * TILE) for step in (0, 1, 8, 97)}
-    ):
+    edges, steps = (border, TILE, 2 * TILE, 3 * TILE), (-8, -3, 0, 1, 8, 97)
+    for first in sorted({edge + step for edge in edges for step in steps}):
         for second in (first + 16, 3 * TILE - 1, 3 * TILE, 3 * TILE + 1):
             anchors = sorted({first + n for n in range(16)} | {second + n for n in range(16)})
-            if first < border or len(anchors) < 32 or anchors[-1] >= 4 * TILE:
+            if first < 0 or len(anchors) < 32 or anchors[-1] >= 4 * TILE:
                 continue
             full, partial, every, some = tiles_of(Packed(lengths, anchors, 32, 4 * TILE, 8))
             assert full.equal(every), (first, second)
