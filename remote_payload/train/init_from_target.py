@@ -56,9 +56,31 @@ def copy_layers(drafter: Drafter, target: Target, layers: list[int]) -> None:
                     f" the drafter needs {tuple(wanted.shape)}; leave init_from_target out"
                 )
             wanted.copy_(given)
+        _check_same(number, source_number, mine, source)
     final = _weight(target.model.get_decoder(), "norm")
     if final is not None and final.shape == drafter.norm.weight.shape:
         drafter.norm.weight.copy_(final)
+
+
+def _check_same(number: int, source_number: int, mine: nn.Module, source: nn.Module) -> None:
+    """Refuse a layer that would mean something else with the same weights.
+
+    Gemma has norms more than the drafter, and its norms scale by 1 + weight; a bias has no place in the
+    drafter, and a layer without it is another one.
+    """
+    copied = {f"{name}.weight" for name in (*_MATRICES, *_OPTIONAL)}
+    more = sorted({name for name, _ in source.named_parameters()} - copied)
+    weight = _weight(mine, "input_layernorm")
+    x = torch.linspace(-2.0, 2.0, len(weight)).to(weight)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        theirs = getattr(source, name)(x.to(_weight(source, name)))
+        if not torch.allclose(theirs.to(x), getattr(mine, name)(x), rtol=0.05, atol=0.05):
+            more.append(f"another kind of {name}")
+    if more:
+        raise JobError(
+            f"init_from_target: layer {source_number} of the target has {', '.join(more[:3])}, which drafter"
+            f" layer {number} lacks; leave init_from_target out"
+        )
 
 
 def _weight(module: nn.Module, name: str) -> Any:
