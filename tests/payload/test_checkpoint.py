@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config
 
 from remote_payload import rundir
 from remote_payload.train import checkpoint
@@ -76,9 +77,16 @@ def test_the_config_is_that_of_the_released_checkpoints(tmp_path: Path) -> None:
     assert config["max_position_embeddings"] == 512 and config["dtype"] == "float32"
 
 
-def test_transformers_reads_the_config_back_with_the_same_sizes(tmp_path: Path) -> None:
-    from transformers import Qwen3Config
+def test_a_targets_partial_rotary_factor_does_not_leak_into_the_drafter(tmp_path: Path) -> None:
+    """The drafter rotates whole heads (NeMo #3605)."""
+    rope = {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.5}
+    target = Qwen3Config(hidden_size=24, num_attention_heads=4, num_hidden_layers=6, rope_parameters=rope)
+    config = DrafterConfig.for_target(target, layers=1, tap_layers=(1, 2), block_size=4, mask_token_id=5)
+    text = (save(tmp_path, 1, config=config) / "config.json").read_text()
+    assert "partial" not in text and json.loads(text)["rope_theta"] == 3000.0
 
+
+def test_transformers_reads_the_config_back_with_the_same_sizes(tmp_path: Path) -> None:
     read = Qwen3Config.from_pretrained(save(tmp_path, 1))
     assert (read.hidden_size, read.head_dim, read.num_key_value_heads) == (24, 10, 2)
     assert rope_theta(read) == 5000.0 and read.tie_word_embeddings is False

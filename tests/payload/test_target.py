@@ -71,6 +71,36 @@ def test_taps_are_the_hidden_states_after_their_layers_and_the_head_is_the_one_i
     torch.testing.assert_close(whole.logits, logits)
 
 
+def test_a_wrapped_model_whose_keys_have_another_prefix_is_tapped_all_the_same(tmp_path: Path) -> None:
+    """A vision-language model around the text decoder (SpecForge #560)."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        text_config=SIZES | {"sliding_window": 8},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert not any(name.startswith("model.embed") for name in load_file(tmp_path / "model.safetensors"))
+    target = load(tmp_path)
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = target.model(input_ids=ids, output_hidden_states=True)
+    target.tapped()
+    expected = torch.cat([whole.hidden_states[k + 1] for k in (0, 2, 3)], -1)
+    torch.testing.assert_close(target.features(ids), expected)
+    assert target.head is not None and target.head.equal(target.embedding.weight)
+    assert read_config(tmp_path).vocab_size == 67
+
+
 def test_the_embedding_is_what_the_first_layer_sees_in_a_model_that_scales_it(tmp_path: Path) -> None:
     target = load(write_target(tmp_path, "Gemma3Text"))
     ids = torch.tensor([[5, 6, 7]])
