@@ -61,7 +61,9 @@ class Trainer:
             keep_caches(self._run_dir.parent.parent)
             set_cpu_threads(checked)
             progress = Progress(checked.bucket_edges)
-            writer = threading.Thread(target=self._write_progress, args=(progress,), name="progress")
+            writing = functools.partial(self._write_progress, progress)
+            status = ThreadStatus("progress", "progress", "cpu")
+            writer = threading.Thread(target=self._guard, args=(writing, status), name="progress")
             writer.start()
             try:
                 self._run = prepare(checked, self._run_dir, self._events, progress, self._control, log)
@@ -189,7 +191,7 @@ class Trainer:
                 sys.stdout.flush()
                 os._exit(code)
 
-    def _write_progress(self, progress: Progress) -> None:
+    def _write_progress(self, progress: Progress, _status: ThreadStatus) -> None:
         path = self._run_dir / rundir.PROGRESS
         while True:
             last = self._ended.wait(PROGRESS_PERIOD_S)

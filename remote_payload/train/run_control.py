@@ -19,13 +19,36 @@ class Aborted(Exception):
     """Another thread failed; this one has nothing to report."""
 
 
+class Flag:
+    """A request that a signal handler raises.
+
+    It has no lock, unlike threading.Event: a second signal may come while the first is being handled, in the
+    same thread, and would wait for it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._raised = False
+
+    def set(self) -> None:
+        """Raise it."""
+        self._raised = True
+
+    def clear(self) -> None:
+        """Take it back."""
+        self._raised = False
+
+    def is_set(self) -> bool:
+        """Whether it is raised."""
+        return self._raised
+
+
 class RunControl:
     """Shared by all threads of a run."""
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
+        self.stop = Flag()
         """Asks for a clean end after the current step."""
-        self.checkpoint = threading.Event()
+        self.checkpoint = Flag()
         """Asks for a checkpoint after the current step."""
         self._aborted = threading.Event()
         self._wake: list[Callable[[], None]] = []

@@ -93,6 +93,16 @@ def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_eve
     assert f"{crash['thread']} failed in" in trial.log
 
 
+def test_a_failure_of_the_thread_that_reports_is_a_failure_of_the_run(tmp_path: Path) -> None:
+    """Else the run would go on unseen, and be taken for stalled."""
+    trial = Trial(tmp_path, steps=LONG, held_out="")
+    fault = functools.partial(fail_at, f"{PACKAGE}.metrics", "Progress.snapshot", 2, raise_broken)
+    assert trial.fork(fault) == 1
+    (crash,) = trial.crashes()
+    assert (crash["thread"], crash["first"]) == ("progress", True)
+    assert trial.exit["outcome"] == "crashed"
+
+
 def test_of_two_failures_the_first_is_called_first_and_both_are_kept(tmp_path: Path) -> None:
     trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2)
     assert trial.fork(break_both_targets) == 1
@@ -161,7 +171,8 @@ def test_sigterm_stops_after_the_step_with_a_complete_checkpoint_and_says_so(tmp
     trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, drafters=["cpu"] * 2)
     trial.start()
     trial.wait_for(lambda: trial.events("step"))
-    trial.signal(signal.SIGTERM)
+    for _ in range(20):  # a second one inside the handler of the first must not hang it
+        trial.signal(signal.SIGTERM)
     assert trial.finish() == 3
     end = trial.exit
     assert (end["outcome"], end["exit_code"], end["error"]) == ("stopped", 3, None)
