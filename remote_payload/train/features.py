@@ -89,7 +89,9 @@ class FeatureCache:
         return torch.cat([self._features[self._offsets[s] : self._offsets[s + 1]] for s in samples])
 
     def store(self, samples: list[int], lengths: list[int], packed: Tensor) -> None:
-        """Keep `packed` [n, W] of `samples`."""
+        """Keep `packed` [n, W] of `samples`; what is there already stays, since others have trained on it."""
         for sample, part in zip(samples, packed.split(lengths), strict=True):
+            if self._present[sample]:
+                continue
             self._features[self._offsets[sample] : self._offsets[sample + 1]] = part.to("cpu", torch.bfloat16)
             self._present[sample] = 1

@@ -55,6 +55,19 @@ def test_what_was_stored_comes_back_in_any_order_also_after_opening_it_again(
         assert opened.present_share == pytest.approx(2 / 5)
 
 
+def test_what_is_there_already_stays_when_a_batch_with_it_is_computed_again(
+    tmp_path: Path, dataset: Dataset
+) -> None:
+    cache = FeatureCache(tmp_path / "cache", dataset, WIDTH)
+    first, again = random_features(dataset, [1]), random_features(dataset, [1, 2], seed=1)
+    n = int(dataset.lengths[1])
+    cache.store([1], [n], first)
+    cache.store([1, 2], dataset.lengths[[1, 2]].tolist(), again)
+    found = cache.read([1, 2])
+    assert found is not None
+    assert found.equal(torch.cat([first, again[n:]]).to(torch.bfloat16))
+
+
 def test_a_batch_with_one_sample_missing_is_not_read(tmp_path: Path, dataset: Dataset) -> None:
     cache = FeatureCache(tmp_path / "cache", dataset, WIDTH)
     assert cache.present_share == 0.0
