@@ -1,8 +1,10 @@
 """Devices: which one a name means, how a worker thread lives on it, and how workers share a CPU.
 
-On a GPU every worker has a stream of its own and they overlap. On a CPU every operation already uses all
-cores: two workers at once make OpenMP's teams wait for each other at every barrier (measured on two cores:
-8 s a step with a target and an evaluation beside it, against 0.3 s), so there they take turns.
+On a GPU every worker has a stream of its own and they overlap. On a CPU the operations of a target or a
+drafter already use all cores: two such workers at once make OpenMP's teams wait for each other at every
+barrier (measured on two cores: 8 s a step with a target and an evaluation beside it, against 0.3 s), so
+there they take turns. Decoding one token is bound by memory and gains nothing from a second core (70 ms a
+token on one, 62 on two), so the evaluator keeps to one and asks for no turn.
 """
 
 from __future__ import annotations
@@ -36,15 +38,23 @@ def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device, cores: int | None = None) -> Iterator[None]:
     """What every worker does first: its device, a stream of its own, backward in its own thread.
+
+    `cores` is for one on a CPU that wants fewer than the job gives it; it holds for this thread alone.
 
     With multithreaded autograd off, backward runs in the thread that called it, so that configuration,
     thread-local state and a later capture all belong to one thread.
     """
     with torch.autograd.set_multithreading_enabled(False):
         if device.type != "cuda":
-            yield
+            everybody = torch.get_num_threads()
+            if cores is not None:
+                torch.set_num_threads(cores)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(everybody)
             return
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream(device)):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.decode import Decoded, Decoder, differs
-from remote_payload.train.devices import turn
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.target import Target
 
@@ -84,10 +83,8 @@ class Evaluation:
         for number, prompt in enumerate(self._prompts):
             ids = torch.tensor(prompt.ids, device=target.device)
             if len(self._own) == number:
-                with turn(target.device):
-                    self._own.append(decoder.plain(ids))
-            with turn(target.device):
-                drafted.append(decoder.speculative(ids, drafter))
+                self._own.append(decoder.plain(ids))
+            drafted.append(decoder.speculative(ids, drafter))
             if differs(self._own[number], drafted[-1], dtype):
                 mismatches += 1
                 if dtype == torch.float32:

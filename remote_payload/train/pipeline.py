@@ -145,7 +145,7 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
     """
     assert run.evaluation is not None
     device = torch.device(status.device)
-    with on_device(device):
+    with on_device(device, cores=1):
         status.enter("waiting for the target to load")
         target = run.targets[0].wait()
         dtype = next(target.model.parameters()).dtype
