@@ -50,11 +50,7 @@ def _not_empty(value: Any) -> str | None:
 
 def _rising(value: Sequence[int]) -> str | None:
     rising = len(value) >= 2 and all(a < b for a, b in itertools.pairwise(value))
-    return (
-        None
-        if rising and value[0] >= 0
-        else "two or more rising whole numbers, the first at least 0"
-    )
+    return None if rising and value[0] >= 0 else "two or more rising whole numbers, the first at least 0"
 
 
 def _devices(value: Sequence[str]) -> str | None:
@@ -66,11 +62,7 @@ def _devices(value: Sequence[str]) -> str | None:
 
 
 def _fractions(value: Sequence[float]) -> str | None:
-    return (
-        None
-        if len(value) == 2 and all(0 <= v < 1 for v in value)
-        else "two numbers from 0 to below 1"
-    )
+    return None if len(value) == 2 and all(0 <= v < 1 for v in value) else "two numbers from 0 to below 1"
 
 
 def _key(default: Any, text: str, check: Check | None = None) -> Any:
@@ -101,9 +93,7 @@ class Job:
         "Number type of the target: auto is float32 on a CPU, bfloat16 on a GPU.",
         _one_of("auto", "float32", "bfloat16", "float16"),
     )
-    drafters: list[str] = _key(
-        ["auto"], "Devices of the drafter replicas, one thread each.", _devices
-    )
+    drafters: list[str] = _key(["auto"], "Devices of the drafter replicas, one thread each.", _devices)
     compute_dtype: str = _key(
         "auto",
         "Number type of the drafter's forward and backward pass; masters are always float32.",
@@ -116,9 +106,7 @@ class Job:
         " 'payload:...' lies inside the shipped payload.",
         _not_empty,
     )
-    held_out: str = _key(
-        "", "Arrow file of held-out prompts, never trained on; empty: no evaluation."
-    )
+    held_out: str = _key("", "Arrow file of held-out prompts, never trained on; empty: no evaluation.")
     token_budget: int = _key(
         32768, "Context tokens of a batch (rows x longest row) and of a packed row.", _at_least(16)
     )
@@ -135,9 +123,7 @@ class Job:
     )
 
     layers: int = _key(5, "Decoder layers of the drafter.", _at_least(1))
-    block_size: int = _key(
-        16, "Tokens of a block: the anchor and the masks after it.", _within(2, 128)
-    )
+    block_size: int = _key(16, "Tokens of a block: the anchor and the masks after it.", _within(2, 128))
     mask_token_id: int = _key(
         _REQUIRED,
         "Row of the target's embedding that means nothing else; never pad or eos. Qwen3: 151669.",
@@ -155,9 +141,7 @@ class Job:
         0.0, "Decay of the loss over block positions; 0: 7, 5 or 4 by block size.", _at_least(0)
     )
     learning_rate: float = _key(6e-4, "Peak learning rate of AdamW.", _above(0))
-    warmup: float = _key(
-        0.04, "Share of the steps in which the learning rate rises.", _within(0, 1)
-    )
+    warmup: float = _key(0.04, "Share of the steps in which the learning rate rises.", _within(0, 1))
     betas: list[float] = _key([0.9, 0.95], "AdamW's decay of its two moments.", _fractions)
     weight_decay: float = _key(0.0, "AdamW's decay of the matrices (never of norms).", _at_least(0))
     clip: float = _key(1.0, "Most the gradient's norm may be; above it is scaled down.", _above(0))
@@ -175,12 +159,8 @@ class Job:
         "How the step runs: compiled by inductor, eager, or the best that warm-up proves.",
         _one_of("auto", "compiled", "eager"),
     )
-    queue_depth: int = _key(
-        4, "Batches and feature rows that may wait between two threads.", _at_least(1)
-    )
-    cpu_threads: int = _key(
-        0, "Threads of one operation on a CPU; 0: all cores.", _at_least(0)
-    )
+    queue_depth: int = _key(4, "Batches and feature rows that may wait between two threads.", _at_least(1))
+    cpu_threads: int = _key(0, "Threads of one operation on a CPU; 0: all cores.", _at_least(0))
 
     eval_every: int = _key(
         0, "Steps between evaluations; 0: before the first and after the last.", _at_least(0)
@@ -205,9 +185,7 @@ class Job:
         for key in values:
             if key not in fields:
                 near = difflib.get_close_matches(key, fields, n=3, cutoff=0.5)
-                meant = (
-                    f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}"
-                )
+                meant = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}"
                 raise JobError(f"{source}: unknown key {key!r}; {meant}")
         types = get_type_hints(cls)
         checked: dict[str, Any] = {}
