@@ -20,7 +20,7 @@ def test_a_queue_gives_items_by_number_whatever_order_they_came_in_and_holds_bac
         for number in sorted(mine):
             queue.put(number, number * 10)
 
-    threads = [threading.Thread(target=put, args=(numbers[k::4],)) for k in range(4)]
+    threads = [threading.Thread(target=put, args=(numbers[k::4],), daemon=True) for k in range(4)]
     for thread in threads:
         thread.start()
     found = []
@@ -46,7 +46,7 @@ def test_whoever_waits_on_a_queue_or_a_handover_is_woken_by_a_failure() -> None:
         except Aborted:
             woken.append(what)
 
-    threads = [threading.Thread(target=wait, args=(what,)) for what in ("get", "put", "wait")]
+    threads = [threading.Thread(target=wait, args=(what,), daemon=True) for what in ("get", "put", "wait")]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -60,7 +60,7 @@ def test_whoever_waits_on_a_queue_or_a_handover_is_woken_by_a_failure() -> None:
 def test_a_closed_queue_lets_putters_go_and_drops_what_nobody_will_fetch() -> None:
     queue: OrderedQueue[int] = OrderedQueue(1, RunControl())
     queue.put(0, 0)
-    thread = threading.Thread(target=queue.put, args=(1, 1))
+    thread = threading.Thread(target=queue.put, args=(1, 1), daemon=True)
     thread.start()
     queue.close()
     thread.join(5)

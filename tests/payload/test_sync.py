@@ -83,7 +83,7 @@ def together(work: Sequence[Callable[[], object]]) -> list[BaseException]:
         except BaseException as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(one,)) for one in work]
+    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
     for thread in threads:
         thread.start()
     for thread in threads:
