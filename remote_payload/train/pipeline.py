@@ -22,7 +22,7 @@ from torch import Tensor
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, on_device, turn
-from remote_payload.train.evaluation import drafter_with
+from remote_payload.train.evaluation import Report, drafter_with
 from remote_payload.train.features import Features, pack
 from remote_payload.train.metrics import gib
 from remote_payload.train.run import Run
@@ -143,37 +143,46 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
 
     A run that is asked to stop does not wait for an evaluation.
     """
-    assert run.evaluation is not None
     device = torch.device(status.device)
-    with on_device(device, cores=1):
-        status.enter("waiting for the target to load")
-        target = run.targets[0].wait()
-        dtype = next(target.model.parameters()).dtype
+    status.enter("waiting for the target to load")
+    target = run.targets[0].wait()
+    status.enter("waiting for a drafter")
+    while (given := _next_snapshot(run)) is not None:
+        step, weights = given
+        with on_device(
+            device, cores=None if step == run.steps else 1
+        ):  # after the last step nobody else works
+            result = _evaluate_step(run, status, target, step, weights)
+        if result is None:
+            run.log(f"Evaluation of step {step} given up: the run was asked to stop")
+            return
+        record = result.record
+        run.reports.append(result)
+        run.events.write("eval", **record)
+        run.progress.update(tau=round(result.tau, 4), tau_step=step)
+        run.log(
+            f"Evaluation of step {step}: tau {result.tau:.3f} on {record['prompts']} held-out prompts,"
+            f" {record['tokens_per_s']:.1f} tokens/s (plain decoding {record['plain_tokens_per_s']:.1f})"
+        )
         status.enter("waiting for a drafter")
-        while (given := _next_snapshot(run)) is not None:
-            step, weights = given
-            drafter = drafter_with(run.config, weights, device, dtype)
-            run.log(f"Evaluating step {step} on held-out prompts...")
 
-            def go_on(done: int, of: int, step: int = step) -> bool:
-                status.enter(f"evaluating {done}/{of}", step=step)
-                run.control.check()
-                return not run.control.stop.is_set()
 
-            status.enter("evaluating", step=step)
-            result = run.evaluation.run(target, drafter, step, go_on)
-            if result is None:
-                run.log(f"Evaluation of step {step} given up: the run was asked to stop")
-                return
-            run.reports.append(result)
-            run.events.write("eval", **result.record)
-            run.progress.update(tau=round(result.tau, 4), tau_step=step)
-            record = result.record
-            run.log(
-                f"Evaluation of step {step}: tau {result.tau:.3f} on {record['prompts']} held-out prompts,"
-                f" {record['tokens_per_s']:.1f} tokens/s (plain decoding {record['plain_tokens_per_s']:.1f})"
-            )
-            status.enter("waiting for a drafter")
+def _evaluate_step(
+    run: Run, status: ThreadStatus, target: Target, step: int, weights: dict[str, Tensor]
+) -> Report | None:
+    """One evaluation of a snapshot; None when the run was asked to stop meanwhile."""
+
+    def go_on(done: int, of: int) -> bool:
+        status.enter(f"evaluating {done}/{of}", step=step)
+        run.control.check()
+        return not run.control.stop.is_set()
+
+    assert run.evaluation is not None
+    run.log(f"Evaluating step {step} on held-out prompts...")
+    status.enter("evaluating", step=step)
+    dtype = next(target.model.parameters()).dtype
+    drafter = drafter_with(run.config, weights, target.device, dtype)
+    return run.evaluation.run(target, drafter, step, go_on)
 
 
 def _next_snapshot(run: Run) -> tuple[int, dict[str, Tensor]] | None:
