@@ -104,7 +104,7 @@ class LocalStateError(DflashctlError):
     exit_code = 77
 
 
-class InterruptedByUser(DflashctlError):  # noqa: N818 - not an error of anything
+class InterruptedByUser(DflashctlError):
     """Ctrl-C: the view ends, the run goes on."""
 
     exit_code = 80
