@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -64,18 +65,23 @@ class Run:
         self.rig = rig
         self.id = f"mirror-{next(NUMBERS)}"
         self.there = f"{rig.workspace}/runs/{self.id}"
+        self.payload = f"{rig.workspace}/payload"  # a copy: a checkout in /tmp is not in the container
+        if not (copy := rig.container_path(f"{self.payload}/remote_payload")).exists():
+            shutil.copytree(
+                ROOT / "remote_payload", copy, ignore=shutil.ignore_patterns("__pycache__", "*.arrow")
+            )
         for name in ("crash", "control"):
             (self.remote / name).mkdir(parents=True)
         (self.remote / "gpu.jsonl").touch()
         (self.remote / "run.json").write_text(json.dumps({"id": self.id}))
         script = rig.container_path(f"{rig.workspace}/actor.py")
-        script.write_text(ACTOR.format(root=str(ROOT)))
+        script.write_text(ACTOR.format(root=self.payload))
         argv = [rig.python, "-S", f"{rig.workspace}/actor.py", self.there, str(rate)]
         self.actor = subprocess.Popen(rig.container_argv(argv))
         self.local = base / "mirror"
         self.local.mkdir()
         place = {
-            "run_id": self.id, "python": rig.python, "payload_dir": str(ROOT), "run_dir": self.there,
+            "run_id": self.id, "python": rig.python, "payload_dir": self.payload, "run_dir": self.there,
             "created": 1.0, "job_name": "tiny",
         }  # fmt: skip
         (self.local / paths.PLACE).write_text(json.dumps(place))
