@@ -170,7 +170,7 @@ class Job:
     checkpoint_every: int = _key(0, "Steps between checkpoints; 0: one at the end.", _at_least(0))
     checkpoint_keep: int = _key(2, "Checkpoints kept, the newest ones.", _at_least(1))
     crash_grace: float = _key(
-        10.0,
+        8.0,
         "Seconds the threads get to end after one failed, before stacks are dumped.",
         _above(0),
     )
