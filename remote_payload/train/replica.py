@@ -26,7 +26,7 @@ from remote_payload.train.devices import compute_dtype, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Mask, initialise
 from remote_payload.train.features import Features
 from remote_payload.train.init_from_target import copy_layers
-from remote_payload.train.mask import block_mask, dense_mask, mask_mod, tiles_fit
+from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
 from remote_payload.train.metrics import Statistics
 from remote_payload.train.objective import BlockScores, block_loss, chunk_loss, weighted_first
 from remote_payload.train.target import Target
@@ -122,6 +122,11 @@ class Replica:
                 reason = f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled"
         if choice == execution.EAGER:
             self._use(choice)
+        if choice == execution.COMPILED and cuda and not self._tiled:
+            reason += (
+                f"; dense mask, since token_budget or anchors * block_size is no multiple of {TILE},"
+                " or block_size does not divide it"
+            )
         self._clear()
         return WarmUp(choice, reason, time.perf_counter() - start, eager_s, compiled_s)
 
