@@ -1,4 +1,6 @@
-"""The command line: parse, call, print. stdout is data, stderr is narration.
+"""The command line: the table of its commands, and what errors become. stdout is data, stderr is narration.
+
+The commands stand in `controller/commands/`: they parse, call and print, and hold no logic.
 
 `main` alone turns errors into `error:` and `hint:` lines and exit codes (errors.py has them). Imports
 are made by the command that needs them, so that help and completion start without paramiko or textual.
@@ -10,22 +12,22 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
+from controller.commands import control, launch, watch
+from controller.commands.options import say
 from controller.errors import (
     INTERNAL_EXIT_CODE,
     DflashctlError,
     InterruptedByUser,
-    RunLostError,
     UsageError,
 )
 
 if TYPE_CHECKING:
-    from controller.inventory import Host
+    pass
 
 BROKEN_PIPE = 141
 """Exit code when stdout's reader has gone (128 + SIGPIPE), as of any filter."""
@@ -53,26 +55,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Run = Annotated[
-    str | None, typer.Argument(help="The run's id, or its beginning. The newest run if not given.")
-]
-HostOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--host", metavar="PLACE", help="Place of hosts.toml, by name or address. Its `default` if not given."
-    ),
-]
-KindOption = Annotated[
-    str | None,
-    typer.Option("--kind", metavar="KIND", help="local, ssh or proxmox: for a place that the file lacks."),
-]
-ContainerOption = Annotated[
-    int | None,
-    typer.Option("--container", metavar="VMID", help="Number of the LXC container (kind proxmox)."),
-]
-UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help="Login name for ssh.")]
-PortOption = Annotated[int | None, typer.Option("--port", metavar="N", help="TCP port of the ssh server.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -102,170 +84,15 @@ def start(
         raise typer.Exit
 
 
-@app.command()
-def launch(
-    host: HostOption = None,
-    job: Annotated[
-        str, typer.Option("--job", metavar="NAME|FILE", help="A job of the payload by name, or a TOML file.")
-    ] = "demo",
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log to the run's end.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be done; contact nobody.")
-    ] = False,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: Annotated[
-        bool, typer.Option("--accept-new-host-key", help="Trust a host that known_hosts lacks.")
-    ] = False,
-) -> int:
-    """Ship the payload to a place and start a job there, detached.
-
-    Prints the run's id as soon as it runs.
-
-    \b
-    dflashctl launch --job demo --follow
-    dflashctl launch --host gpubox --job mine.toml --set learning_rate=3e-4
-    """
-    from controller import jobs
-
-    chosen = _host(host, kind, container, user, port)
-    name, checked = jobs.load(job, changes or [])
-    if dry_run:
-        _print_dry_run(chosen, name, checked.to_toml())
-        return 0
-    from controller.launch import launch as launch_run
-
-    run = launch_run(
-        chosen,
-        checked,
-        name,
-        say=_say,
-        progress=_progress,
-        accept_new_host_key=accept_new_host_key,
-    )
-    print(run.run_id, flush=True)
-    if not follow:
-        _say(f"follow it: dflashctl tui {run.run_id}   or: dflashctl logs --follow {run.run_id}")
-        return 0
-    code = _follow_log(run.local_dir, follow=True, tail=None)
-    _say(f"run directory: {run.run_dir} on {chosen.name}")
-    _say(f"copied to: {run.local_dir}")
-    for what in ("tui", "status", "logs"):
-        _say(f"look at it: dflashctl {what} {run.run_id}")
-    return code
-
-
-@app.command()
-def logs(
-    run: Run = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run has ended.")] = False,
-    tail: Annotated[
-        int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines, and on.")
-    ] = None,
-) -> int:
-    """Print a run's log: every byte once, across lost connections.
-
-    With --follow the exit code is the run's: 0 finished, 1 to 63 the trainer's own, 128 + n killed.
-
-    \b
-    dflashctl logs --follow
-    dflashctl logs --tail 20 demo-1130
-    """
-    from controller.paths import find_run
-
-    return _follow_log(find_run(run), follow=follow, tail=tail)
-
-
-@app.command()
-def status(
-    run: Run = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> int:
-    """Say how a run is, and how old that news is.
-
-    \b
-    dflashctl status
-    dflashctl status --json | jq .state
-    """
-    from controller.paths import find_run
-    from controller.status import print_status
-    from controller.watching import mirrored
-
-    directory = find_run(run)
-    with mirrored(directory, once=True) as mirror:
-        return print_status(directory, as_json, mirror=mirror)
-
-
-@app.command()
-def stop(
-    run: Run = None,
-    grace: Annotated[
-        float | None,
-        typer.Option("--grace", min=0, metavar="S", help="Seconds until the run is killed. [60]"),
-    ] = None,
-) -> int:
-    """Let a run write a checkpoint and end, and wait for that.
-
-    \b
-    dflashctl stop
-    dflashctl stop demo-1130 --grace 300
-    """
-    from controller.launch import RunPlace
-    from controller.launch import stop as stop_run
-    from controller.paths import find_run
-    from controller.watching import last_state
-
-    directory = find_run(run)
-    run_place = RunPlace.read(directory)
-    refusal: RunLostError | None = None
-    try:
-        stop_run(run_place, grace_s=grace)
-        _say(f"{run_place.run_id}: asked to stop; waiting for its end (Ctrl-C leaves it to itself)")
-    except RunLostError as error:
-        refusal = error
-    state = last_state(directory, wait=refusal is None)
-    if refusal is not None and not state.ended:
-        raise refusal
-    _say(f"{run_place.run_id}: {state.health.headline}")
-    return 0
-
-
-@app.command()
-def tui(run: Run = None) -> int:
-    """Watch a run: state, loss, tau, threads, GPUs, log. `q` leaves it running.
-
-    \b
-    dflashctl tui
-    dflashctl tui demo-1130
-    """
-    from controller.paths import find_run
-    from controller.tui.app import run_tui
-    from controller.watching import new_mirror
-
-    directory = find_run(run)
-    return run_tui(directory, new_mirror(directory))
-
-
-@app.command()
-def runs(as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run.")] = False) -> int:
-    """List the runs that this machine knows, newest first.
-
-    Asks nobody: says what was last heard of each.
-
-    \b
-    dflashctl runs
-    dflashctl runs --json | jq -r .run
-    """
-    from controller.listing import print_runs
-
-    print_runs(sys.stdout, as_json=as_json)
-    return 0
+for command in (
+    launch.launch,
+    watch.logs,
+    watch.status,
+    control.stop,
+    watch.tui,
+    watch.runs,
+):
+    app.command()(command)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,11 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _fail(error: DflashctlError) -> int:
     if isinstance(error, InterruptedByUser):
         print(file=sys.stderr)
-        _say(error.message)
+        say(error.message)
         return error.exit_code
-    _say(f"error: {error.message}")
+    say(f"error: {error.message}")
     for line in error.hint.splitlines():
-        _say(f"hint: {line}")
+        say(f"hint: {line}")
     return error.exit_code
 
 
@@ -320,60 +147,5 @@ def _defect(error: Exception) -> int:
     except OSError:
         print(text, file=sys.stderr)
         where = "its report stands above"
-    _say(f"error: unexpected {type(error).__name__}: {error}; a defect of dflashctl; {where}")
+    say(f"error: unexpected {type(error).__name__}: {error}; a defect of dflashctl; {where}")
     return INTERNAL_EXIT_CODE
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _progress(sent: int, total: int) -> None:
-    """Show the upload of a payload, on a terminal alone."""
-    if sys.stderr.isatty():
-        end = "\r" if sent < total else "\r\033[K"
-        print(f"sending {sent >> 10} of {total >> 10} KiB", end=end, file=sys.stderr, flush=True)
-
-
-def _host(
-    wanted: list[str] | None,
-    kind: str | None,
-    container: int | None,
-    user: str | None,
-    port: int | None,
-) -> Host:
-    from controller.inventory import choose
-
-    if wanted is not None and len(wanted) > 1:
-        raise UsageError(
-            f"--host was given {len(wanted)} times; a run uses one host so far",
-            "Give it once.",
-        )
-    return choose(wanted[0] if wanted else None, kind=kind, container=container, user=user, port=port)
-
-
-def _print_dry_run(host: Host, name: str, job: str) -> None:
-    from controller.ship import pack
-
-    payload = pack()
-    directory = f"{host.workspace}/payloads/{payload.digest}"
-    _say(f"place: {host.name} ({host.kind}, {host.address}), python {host.python}")
-    _say(f"payload {payload.digest} ({len(payload.tar)} bytes) to {directory}:")
-    for file, size in payload.files:
-        _say(f"  {size:>8} {file}")
-    run_dir = f"{host.workspace}/runs/{name}-..."
-    _say(
-        f"then: {host.command_line(host.python, f'{directory}/remote_payload', 'preflight', host.workspace)}"
-    )
-    _say(f"then a run directory {run_dir} with the job below, and its trainer:")
-    _say(f"  {host.python} {directory}/remote_payload train {run_dir} 1")
-    _say("  its environment: " + (", ".join(host.env) or "bare"))
-    print(job, end="")
-
-
-def _follow_log(directory: Path, *, follow: bool, tail: int | None) -> int:
-    from controller.logs import follow_log
-    from controller.watching import mirrored
-
-    with mirrored(directory, once=not follow) as mirror:
-        return follow_log(directory, follow=follow, tail=tail, out=sys.stdout.buffer, mirror=mirror)

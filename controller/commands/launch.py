@@ -1,0 +1,96 @@
+"""`launch`: ship the payload and start a job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controller.commands.options import (
+    AcceptOption,
+    ContainerOption,
+    HostOption,
+    KindOption,
+    PortOption,
+    UserOption,
+    chosen_host,
+    say,
+    show_upload,
+)
+from controller.commands.watch import follow_to_stdout
+
+if TYPE_CHECKING:
+    from controller.inventory import Host
+
+
+def launch(
+    host: HostOption = None,
+    job: Annotated[
+        str, typer.Option("--job", metavar="NAME|FILE", help="A job of the payload by name, or a TOML file.")
+    ] = "demo",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log to the run's end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done; contact nobody.")
+    ] = False,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Ship the payload to a place and start a job there, detached.
+
+    Prints the run's id as soon as it runs.
+
+    \b
+    dflashctl launch --job demo --follow
+    dflashctl launch --host gpubox --job mine.toml --set learning_rate=3e-4
+    """
+    from controller import jobs
+
+    chosen = chosen_host(host, kind, container, user, port)
+    name, checked = jobs.load(job, changes or [])
+    if dry_run:
+        _print_dry_run(chosen, name, checked.to_toml())
+        return 0
+    from controller.launch import launch as launch_run
+
+    run = launch_run(
+        chosen,
+        checked,
+        name,
+        say=say,
+        progress=show_upload,
+        accept_new_host_key=accept_new_host_key,
+    )
+    print(run.run_id, flush=True)
+    if not follow:
+        say(f"follow it: dflashctl tui {run.run_id}   or: dflashctl logs --follow {run.run_id}")
+        return 0
+    code = follow_to_stdout(run.local_dir, follow=True, tail=None)
+    say(f"run directory: {run.run_dir} on {chosen.name}")
+    say(f"copied to: {run.local_dir}")
+    for what in ("tui", "status", "logs"):
+        say(f"look at it: dflashctl {what} {run.run_id}")
+    return code
+
+
+def _print_dry_run(host: Host, name: str, job: str) -> None:
+    from controller.ship import pack
+
+    payload = pack()
+    directory = f"{host.workspace}/payloads/{payload.digest}"
+    say(f"place: {host.name} ({host.kind}, {host.address}), python {host.python}")
+    say(f"payload {payload.digest} ({len(payload.tar)} bytes) to {directory}:")
+    for file, size in payload.files:
+        say(f"  {size:>8} {file}")
+    run_dir = f"{host.workspace}/runs/{name}-..."
+    say(f"then: {host.command_line(host.python, f'{directory}/remote_payload', 'preflight', host.workspace)}")
+    say(f"then a run directory {run_dir} with the job below, and its trainer:")
+    say(f"  {host.python} {directory}/remote_payload train {run_dir} 1")
+    say("  its environment: " + (", ".join(host.env) or "bare"))
+    print(job, end="")

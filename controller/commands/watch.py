@@ -1,0 +1,89 @@
+"""The commands that look at a run: `logs`, `status`, `tui`, `runs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from controller.commands.options import Run
+
+
+def logs(
+    run: Run = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run has ended.")] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines, and on.")
+    ] = None,
+) -> int:
+    """Print a run's log: every byte once, across lost connections.
+
+    With --follow the exit code is the run's: 0 finished, 1 to 63 the trainer's own, 128 + n killed.
+
+    \b
+    dflashctl logs --follow
+    dflashctl logs --tail 20 demo-1130
+    """
+    from controller.paths import find_run
+
+    return follow_to_stdout(find_run(run), follow=follow, tail=tail)
+
+
+def status(
+    run: Run = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> int:
+    """Say how a run is, and how old that news is.
+
+    \b
+    dflashctl status
+    dflashctl status --json | jq .state
+    """
+    from controller.paths import find_run
+    from controller.status import print_status
+    from controller.watching import mirrored
+
+    directory = find_run(run)
+    with mirrored(directory, once=True) as mirror:
+        return print_status(directory, as_json, mirror=mirror)
+
+
+def tui(run: Run = None) -> int:
+    """Watch a run: state, loss, tau, threads, GPUs, log. `q` leaves it running.
+
+    \b
+    dflashctl tui
+    dflashctl tui demo-1130
+    """
+    from controller.paths import find_run
+    from controller.tui.app import run_tui
+    from controller.watching import new_mirror
+
+    directory = find_run(run)
+    return run_tui(directory, new_mirror(directory))
+
+
+def runs(as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run.")] = False) -> int:
+    """List the runs that this machine knows, newest first.
+
+    Asks nobody: says what was last heard of each.
+
+    \b
+    dflashctl runs
+    dflashctl runs --json | jq -r .run
+    """
+    from controller.listing import print_runs
+
+    print_runs(sys.stdout, as_json=as_json)
+    return 0
+
+
+def follow_to_stdout(directory: Path, *, follow: bool, tail: int | None) -> int:
+    """Print a run's log; the exit code is the run's, when followed to its end."""
+    from controller.logs import follow_log
+    from controller.watching import mirrored
+
+    with mirrored(directory, once=not follow) as mirror:
+        return follow_log(directory, follow=follow, tail=tail, out=sys.stdout.buffer, mirror=mirror)
