@@ -19,6 +19,7 @@ from torch import Tensor
 
 from remote_payload import rundir
 from remote_payload.train.drafter import DrafterConfig
+from remote_payload.train.released import CONFIG, WEIGHTS, released_config
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -46,10 +47,10 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     contiguous = {name: value.detach().cpu().clone() for name, value in weights.items()}
-    save_file(contiguous, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(contiguous, partial / WEIGHTS, metadata={"format": "pt"})
     save_file({n: v.detach().cpu().clone() for n, v in training.items()}, partial / "training.safetensors")
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    rundir.write_whole(partial / "config.json", _json(released_config(config, dtype)))
+    rundir.write_whole(partial / CONFIG, _json(released_config(config, dtype)))
     rundir.write_whole(partial / "training.json", _json(position))
     for path in partial.iterdir():
         _sync(path)
@@ -66,42 +67,6 @@ def steps(run_dir: Path) -> list[int]:
     folder = run_dir / rundir.CHECKPOINTS
     names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in names if match)
-
-
-def released_config(c: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """`config.json` as z-lab's reader, SGLang and vLLM expect it.
-
-    `rope_theta` stands there twice: transformers 5 writes only `rope_parameters`, and older readers then
-    silently take 10000.
-    """
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": c.block_size,
-        "num_target_layers": c.target_layers,
-        "dflash_config": {
-            "mask_token_id": c.mask_token_id,
-            "target_layer_ids": list(c.tap_layers),
-            "block_size": c.block_size,
-        },
-        "num_hidden_layers": c.layers,
-        "hidden_size": c.width,
-        "intermediate_size": c.ffn,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "layer_types": ["full_attention"] * c.layers,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "max_position_embeddings": c.max_positions,
-        "vocab_size": c.vocabulary,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "is_causal": False,
-        "dtype": dtype,
-    }
 
 
 def size_of(folder: Path) -> int:
