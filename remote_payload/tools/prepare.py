@@ -15,6 +15,8 @@ made from.
 import argparse
 import hashlib
 import json
+import math
+import random
 import shlex
 import sys
 import time
@@ -30,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from remote_payload.tools.prompts import Prompt, read_prompts
 from remote_payload.tools.repetition import judge
+from remote_payload.train.devices import compute_dtype
 from remote_payload.train.model_source import resolve_model
 
 Log = Callable[[str], None]
@@ -128,28 +131,41 @@ def answer_all(
     max_new_tokens: int,
     batch_size: int,
     log: Log,
+    seconds: float = math.inf,
 ) -> list[Answer]:
-    """Every prompt's answer, in the order of `prompts`; batches hold prompts of like length."""
+    """Every prompt's answer, in the order of `prompts`; batches hold prompts of like length.
+
+    Held-out prompts come first, then the longest (so that memory runs out at once or not at all), then the
+    rest in a random order: no batch is begun after `seconds`, and what is answered by then is a fair sample.
+    A prompt without an answer has the reason "time limit".
+    """
     rendered = [render(tokenizer, prompt.text) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(rendered[i]), reverse=True)
+    parts = ([i for i in order if prompts[i].held_out is held_out] for held_out in (True, False))
+    held, rest = ([part[at : at + batch_size] for at in range(0, len(part), batch_size)] for part in parts)
+    later = rest[1:]
+    random.Random(0).shuffle(later)
     ends = end_tokens(model)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
     answers: dict[int, Answer] = {}
     started, tokens = time.monotonic(), 0
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
+    for batch in [*held, *rest[:1], *later]:
+        if time.monotonic() - started > seconds:
+            log(f"{len(order) - len(answers)} prompts are left without an answer: {seconds:.0f} s are over")
+            break
         said = generate_greedy(model, [rendered[i] for i in batch], max_new_tokens, pad)
         for i, ids in zip(batch, said, strict=True):
             answers[i] = assess(prompts[i], rendered[i], ids, ends, special)
             tokens += len(ids)
-        seconds = time.monotonic() - started
-        left = seconds / len(answers) * (len(order) - len(answers))
+        spent = time.monotonic() - started
+        left = spent / len(answers) * (len(order) - len(answers))
         log(
-            f"Answered {len(answers)}/{len(order)} prompts, {tokens / seconds:.0f} tokens/s, "
-            f"{seconds:.0f} s so far, about {left:.0f} s left"
+            f"Answered {len(answers)}/{len(order)} prompts, {tokens / spent:.0f} tokens/s, "
+            f"{spent:.0f} s so far, about {left:.0f} s left"
         )
-    return [answers[i] for i in range(len(prompts))]
+    unasked = (Answer(prompt, [], [], False, "time limit") for prompt in prompts)
+    return [answers.get(i, nothing) for i, nothing in enumerate(unasked)]
 
 
 def write_arrow(path: Path, answers: Sequence[Answer], metadata: dict[str, str]) -> None:
@@ -224,14 +240,17 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
     log(f"Loading {arguments.target} on {arguments.device}...")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        dtype = compute_dtype(arguments.dtype, torch.device(arguments.device))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"target {arguments.target!r} cannot be loaded: {error}") from error
     if tokenizer.chat_template is None:
         raise ValueError(f"target {arguments.target!r} has no chat template to ask prompts with")
     model = model.to(arguments.device).eval()
     log(f"{len(prompts)} prompts, {sum(p.held_out for p in prompts)} of them held out by topic")
-    answers = answer_all(model, tokenizer, prompts, arguments.max_new_tokens, arguments.batch_size, log)
+    answers = answer_all(
+        model, tokenizer, prompts, arguments.max_new_tokens, arguments.batch_size, log, arguments.seconds
+    )
     if not any(a.kept and not a.prompt.held_out for a in answers):
         raise ValueError(f"{arguments.prompts}: no answer was fit to keep for training")
     metadata = {
@@ -240,6 +259,7 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
         "chat_template_sha256": chat_template_digest(tokenizer),
         "command": command,
         "max_new_tokens": str(arguments.max_new_tokens),
+        "dtype": str(dtype).removeprefix("torch."),
     }
     write_arrow(arguments.out / "train.arrow", [a for a in answers if not a.prompt.held_out], metadata)
     write_arrow(arguments.out / "held_out.arrow", [a for a in answers if a.prompt.held_out], metadata)
@@ -259,6 +279,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--max-new-tokens", type=int, required=True, help="longest answer, in tokens")
     add("--batch-size", type=int, default=32, help="prompts answered at once (default 32)")
     add("--device", default="cpu", help="where the target runs (default cpu)")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="number type of the target (default auto: float32 on a CPU, bfloat16 on a GPU)",
+    )
+    add("--seconds", type=float, default=math.inf, help="begin no batch after so long (default: no limit)")
     add(
         "--cache",
         type=Path,

@@ -1,6 +1,8 @@
 """The data set maker: prompts file, greedy answers, what is kept, what is written."""
 
+import itertools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,18 @@ def test_an_answer_ends_or_is_marked_as_cut_or_is_dropped_with_a_reason(
     result = prepare.assess(prompt, [1, 2], said, ends={0}, special={1, 2})
     assert (result.answer_ids, result.truncated, result.reason) == (answer, truncated, reason)
     assert result.kept == bool(answer)
+
+
+def test_held_out_prompts_are_asked_first_and_those_after_the_time_limit_say_so(
+    target: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0, 10)  # every look at the clock finds ten seconds gone
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    prompts = [Prompt("explain", f"topic {n}", f"w{n}", n in (2, 5)) for n in range(1, 8)]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    answers = prepare.answer_all(model, tokenizer, prompts, 4, 2, lambda _: None, seconds=15)
+    assert [a.prompt for a in answers] == prompts
+    assert [a.reason == "time limit" for a in answers] == [n not in (2, 5) for n in range(1, 8)]
 
 
 # The files

@@ -1,0 +1,135 @@
+"""Prompts out of what is at hand: "Explain what this Python function does", over installed packages.
+
+    python -m bench.code_prompts --out prompts.toml [--packages DIR] [--held-out click,jinja2,...]
+
+Every Python package on a machine is full of functions with a signature and a docstring; they make tens of
+thousands of prompts without any download. The file is what `remote_payload.tools.prepare` reads: topics are
+packages, so that held-out prompts come from packages that no training prompt does. A function that occurs
+twice with the same text (models copy each other's) is asked about once, a held-out one whose text stands in
+another package too is left out, and vendored copies of packages are passed over.
+"""
+
+import argparse
+import ast
+import json
+import random
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HELD_OUT = ("click", "jinja2", "requests", "urllib3", "sortedcontainers", "tqdm", "anyio", "invoke")
+"""Well-known packages of different kinds; eight prompts of each are 64."""
+LEAST_DOCSTRING = 30
+"""Characters; a shorter one says too little to be asked about."""
+MOST_TEXT = 600
+"""Characters of signature and docstring in a prompt: about 150 tokens."""
+
+
+def functions(package: Path) -> Iterator[str]:
+    """Source of signature and docstring's first paragraph of every documented function, once each."""
+    files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
+    for file in files:
+        name = file.relative_to(package.parent).as_posix().lower()
+        if "test" in name or "_vendor" in name:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError, OSError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := _head(node)):
+                yield text
+
+
+def _head(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    docstring = ast.get_docstring(node)
+    if docstring is None or len(docstring) < LEAST_DOCSTRING:
+        return None
+    paragraph = docstring.split("\n\n")[0].strip()
+    kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    body = paragraph.replace("\n", "\n    ")
+    text = f'{kind} {node.name}({ast.unparse(node.args)}){returns}:\n    """{body}"""'
+    return text if len(text) <= MOST_TEXT else None
+
+
+def collect(
+    root: Path, held_out: Sequence[str], most: int, each: int, seed: int
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Prompts by package: at most `most` to train on, and `each` of every held-out package.
+
+    Raises ValueError when a held-out package is not under `root` or has too few functions.
+    """
+    by_package: dict[str, list[str]] = {}
+    for package in sorted(root.iterdir()):
+        if package.suffix in (".py", "") and not package.name.startswith(("_", ".")):
+            found = list(dict.fromkeys(functions(package)))
+            if found:
+                by_package[package.stem] = found
+    draw = random.Random(seed)
+    asked = {}
+    for name in held_out:
+        others = {text for other, texts in by_package.items() if other != name for text in texts}
+        own = [text for text in by_package.get(name, []) if text not in others]
+        if len(own) < each:
+            raise ValueError(f"{root}: {name} has {len(own)} documented functions of its own, not {each}")
+        asked[name] = [_prompt(text) for text in draw.sample(own, each)]
+    pool = [(name, text) for name, texts in by_package.items() if name not in held_out for text in texts]
+    unique = list({text: (name, text) for name, text in pool}.values())
+    draw.shuffle(unique)
+    training: dict[str, list[str]] = {}
+    for name, text in unique[:most]:
+        training.setdefault(name, []).append(_prompt(text))
+    return training, asked
+
+
+def _prompt(text: str) -> str:
+    return f"Explain what this Python function does:\n\n{text}"
+
+
+def to_toml(training: dict[str, list[str]], asked: dict[str, list[str]]) -> str:
+    """The prompts file; JSON strings are TOML strings."""
+    lines = [f"held_out = {json.dumps(list(asked))}", "", "[prompts.explain]"]
+    for name, prompts in {**training, **asked}.items():
+        lines.append(f"{json.dumps(name)} = [")
+        lines += [f"  {json.dumps(prompt, ensure_ascii=True)}," for prompt in prompts]
+        lines.append("]")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the prompts file and say how many prompts it has."""
+    parser = argparse.ArgumentParser(prog="python -m bench.code_prompts", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--packages", type=Path, default=Path(sysconfig.get_path("purelib")))
+    parser.add_argument("--held-out", default=",".join(HELD_OUT), help="packages, by commas")
+    parser.add_argument("--each", type=int, default=8, help="held-out prompts of a package (8)")
+    parser.add_argument("--most", type=int, default=40_000, help="most training prompts (40,000)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    try:
+        training, asked = collect(
+            arguments.packages,
+            arguments.held_out.split(","),
+            arguments.most,
+            arguments.each,
+            arguments.seed,
+        )
+    except ValueError as error:
+        print(f"code_prompts: {error}", file=sys.stderr)
+        return 2
+    arguments.out.write_text(to_toml(training, asked), encoding="utf-8")
+    counts = {name: len(prompts) for name, prompts in training.items()}
+    print(f"{sum(counts.values())} prompts of {len(counts)} packages to train on; the largest:")
+    for name, count in sorted(counts.items(), key=lambda item: -item[1])[:8]:
+        print(f"{count:>8} {name}")
+    print(f"{sum(map(len, asked.values()))} held out, of {', '.join(asked)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
