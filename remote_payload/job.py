@@ -275,7 +275,7 @@ class Change:
 
 
 def differences(before: Job, after: Job) -> list[Change]:
-    """What a run of the job `before` would be resumed with, if it went on as `after`, in the table's order."""
+    """What is another if a run of the job `before` goes on as `after`, in the table's order."""
     fields = dataclasses.fields(Job)
     pairs = [(field, getattr(before, field.name), getattr(after, field.name)) for field in fields]
     return [Change(f.name, old, new, _allowed(f, old, new)) for f, old, new in pairs if old != new]

@@ -53,11 +53,11 @@ class RestartPolicy:
             values = tomllib.loads(job.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return cls(scale=scale)
-        limit, wait = values.get("restart_limit"), values.get("restart_wait")
+        default = cls()
         return cls(
             on_crash=values.get("restart") == "on-crash",
-            limit=limit if _is_number(limit) else cls.limit,
-            wait_s=float(wait) if _is_number(wait) else cls.wait_s,
+            limit=int(_number(values.get("restart_limit"), default.limit)),
+            wait_s=_number(values.get("restart_wait"), default.wait_s),
             scale=scale,
         )
 
@@ -109,5 +109,6 @@ def _would_repeat(ended: Ended, before: Ended | None) -> str:
     return ""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+def _number(value: Any, default: float) -> float:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return float(value) if usable else default
