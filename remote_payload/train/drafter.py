@@ -13,7 +13,7 @@ h heads, g key/value heads, d head size.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,18 +118,37 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps)
         self.k_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps)
 
-    def keys_values(self, hidden: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, g, d] of `hidden` [N, D]."""
-        shape = (len(hidden), self.c.kv_heads, self.c.head_dim)
-        keys = rotary.rotate(self.k_norm(self.k_proj(hidden).view(shape)))
-        return keys, self.v_proj(hidden).view(shape)
+    def keys_values(
+        self, hidden: Tensor, rotary: RotaryTable, matrix: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, g, d] of `hidden` [N, D].
 
-    def forward(self, x: Tensor, rotary: RotaryTable, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-        """Attention of the block `x` [Q, D] to context `keys`, `values` [N, g, d] and to itself, [Q, D]."""
+        `matrix` is that of `k_proj` with that of `v_proj` below it, [2gd, D], where they lie so.
+        """
+        if matrix is None:
+            return self.normed(self.k_proj(hidden), self.v_proj(hidden), rotary)
+        keys, values = F.linear(hidden, matrix).chunk(2, -1)
+        return self.normed(keys, values, rotary)
+
+    def normed(self, keys: Tensor, values: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
+        """Projected keys and values [N, gd] as attention takes them, [N, g, d]."""
+        shape = (len(keys), self.c.kv_heads, self.c.head_dim)
+        return rotary.rotate(self.k_norm(keys.view(shape))), values.view(shape)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryTable,
+        keys: Tensor,
+        values: Tensor,
+        mask: Mask,
+        matrix: Tensor | None = None,
+    ) -> Tensor:
+        """What the block `x` [Q, D] attends to in context `keys`, `values` [N, g, d] and itself, [Q, hd]."""
         queries = rotary.rotate(self.q_norm(self.q_proj(x).view(len(x), self.c.heads, self.c.head_dim)))
-        own_keys, own_values = self.keys_values(x, rotary)
+        own_keys, own_values = self.keys_values(x, rotary, matrix)
         attended = attend(queries, torch.cat([keys, own_keys]), torch.cat([values, own_values]), mask)
-        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+        return attended.flatten(1)
 
 
 Mask = Tensor | BlockMask | None
@@ -156,9 +175,13 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.down_proj = nn.Linear(c.ffn, c.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[Q, D] to [Q, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """[Q, D] to [Q, D]; `matrix` is `gate_proj` with `up_proj` below it, where they lie so."""
+        if matrix is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = F.linear(x, matrix).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class DrafterLayer(nn.Module):
@@ -171,10 +194,38 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
 
-    def forward(self, x: Tensor, rotary: RotaryTable, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-        """Block tokens `x` [Q, D] through the layer."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, keys, values, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryTable,
+        keys: Tensor,
+        values: Tensor,
+        mask: Mask,
+        joined: tuple[Tensor, Tensor] | None = None,
+        predicted: int | None = None,
+    ) -> Tensor:
+        """Block tokens `x` [Q, D] through the layer.
+
+        Args:
+            joined: this layer's part of `Joined`.
+            predicted: B, when only the B-1 predicted tokens of each block are wanted, [A * (B-1), D]: what
+                follows attention looks at each token alone, and nobody reads the anchor's last state.
+        """
+        kv, gate_up = joined or (None, None)
+        attended = self.self_attn(self.input_layernorm(x), rotary, keys, values, mask, kv)
+        if predicted is not None:
+            x, attended = (t.unflatten(0, (-1, predicted))[:, 1:].flatten(0, 1) for t in (x, attended))
+        x = x + self.self_attn.o_proj(attended)
+        return x + self.mlp(self.post_attention_layernorm(x), gate_up)  # type: ignore[no-any-return]
+
+
+class Joined(NamedTuple):
+    """Matrices that read the same input, as one: a product with each of them would fill a GPU less well."""
+
+    keys_values: Tensor
+    """`k_proj` and `v_proj` of all layers, one below the other, [L * 2gd, D]: all read the context."""
+    gate_up: list[Tensor]
+    """`gate_proj` and `up_proj` of each layer, [2 * ffn, D]."""
 
 
 class Drafter(nn.Module):
@@ -192,16 +243,32 @@ class Drafter(nn.Module):
         """The rotary table of `positions` [N]."""
         return RotaryTable(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
-    def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def adjacent(self) -> list[list[str]]:
+        """Names of the matrices that `Joined` wants side by side, in the order of its fields."""
+        layers = range(self.config.layers)
+        attention = [f"layers.{i}.self_attn.{name}_proj.weight" for i in layers for name in "kv"]
+        return [attention] + [
+            [f"layers.{i}.mlp.{name}_proj.weight" for name in ("gate", "up")] for i in layers
+        ]
+
+    def context(
+        self, features: Tensor, positions: Tensor, joined: Joined | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [N, g, d] of the context for every layer.
 
         Args:
             features: outputs of the tapped layers side by side, [N, W].
             positions: the tokens' positions in their document, [N].
+            joined: the training forward's matrices.
         """
         hidden = self.hidden_norm(self.fc(features))
         rotary = self.rotary(positions, hidden.dtype)
-        return [layer.self_attn.keys_values(hidden, rotary) for layer in self._layers()]
+        layers = self._layers()
+        if joined is None:
+            return [layer.self_attn.keys_values(hidden, rotary) for layer in layers]
+        projected = F.linear(hidden, joined.keys_values).chunk(2 * len(layers), -1)
+        pairs = zip(layers, projected[::2], projected[1::2], strict=True)
+        return [layer.self_attn.normed(keys, values, rotary) for layer, keys, values in pairs]
 
     def blocks(
         self, x: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]], mask: Mask
@@ -213,10 +280,37 @@ class Drafter(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def forward(
-        self, features: Tensor, positions: Tensor, x: Tensor, block_positions: Tensor, mask: Mask
+        self,
+        features: Tensor,
+        positions: Tensor,
+        x: Tensor,
+        block_positions: Tensor,
+        mask: Mask,
+        joined: Joined | None = None,
+        predicted_only: bool = False,
     ) -> Tensor:
-        """A whole packed row: features [C, W], x [Q, D], mask over [Q, C + Q]; hidden states [Q, D]."""
-        return self.blocks(x, block_positions, self.context(features, positions), mask)
+        """A whole packed row, in training.
+
+        Args:
+            features: [C, W]. positions: [C].
+            x: embedded block tokens, [Q, D]. block_positions: [Q].
+            mask: over [Q, C + Q].
+            joined: views of this drafter's own matrices, when gradients are wanted by them.
+            predicted_only: leave out the anchors' last states, which predict nothing.
+
+        Returns:
+            Final hidden states, [Q, D], or of the predicted tokens alone, [A * (B-1), D].
+        """
+        context = self.context(features, positions, joined)
+        rotary = self.rotary(block_positions, x.dtype)
+        layers = self._layers()
+        parts: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
+        if joined is not None:
+            parts = list(zip(joined.keys_values.chunk(len(layers)), joined.gate_up, strict=True))
+        for number, (layer, (keys, values), part) in enumerate(zip(layers, context, parts, strict=True), 1):
+            only = self.config.block_size if predicted_only and number == len(layers) else None
+            x = layer(x, rotary, keys, values, mask, part, only)
+        return self.norm(x)  # type: ignore[no-any-return]
 
     def _layers(self) -> list[DrafterLayer]:
         return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]

@@ -13,7 +13,14 @@ from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from remote_payload.job import JobError
-from remote_payload.train.drafter import Drafter, DrafterConfig, choose_taps, initialise, rope_theta
+from remote_payload.train.drafter import (
+    Drafter,
+    DrafterConfig,
+    Joined,
+    choose_taps,
+    initialise,
+    rope_theta,
+)
 
 CONFIG = DrafterConfig(
     layers=2,
@@ -253,3 +260,29 @@ def test_sizes_are_the_targets_and_a_head_size_it_does_not_name_is_derived() -> 
     c = DrafterConfig.for_target(llama, layers=2, tap_layers=(1, 3), block_size=8, mask_token_id=4)
     assert (c.width, c.heads, c.kv_heads, c.head_dim, c.ffn, c.vocabulary) == (64, 4, 4, 16, 96, 33)
     assert (c.layers, c.target_layers, c.tap_layers, c.block_size) == (2, 8, (1, 3), 8)
+
+
+def test_joined_matrices_give_the_states_and_gradients_of_the_single_ones() -> None:
+    single, drafter = random_drafter(), random_drafter()
+    named = dict(drafter.named_parameters())
+    groups = [torch.cat([named[name].detach() for name in names]) for names in drafter.adjacent()]
+    kv, *gate_up = (group.requires_grad_() for group in groups)
+    features, x, mask = random_inputs(7, 8)
+    given = (features, torch.arange(7), x, torch.arange(8), mask)
+    drafter(*given, Joined(kv, gate_up)).pow(2).sum().backward()
+    single(*given).pow(2).sum().backward()
+    theirs = dict(single.named_parameters())
+    for names, group in zip(drafter.adjacent(), (kv, *gate_up), strict=True):
+        assert all(named[name].grad is None for name in names)
+        torch.testing.assert_close(group.grad, torch.cat([theirs[name].grad for name in names]))
+    torch.testing.assert_close(named["fc.weight"].grad, theirs["fc.weight"].grad)
+
+
+def test_states_of_the_predicted_tokens_alone_are_those_of_all_without_the_anchors() -> None:
+    drafter = random_drafter()
+    features, x, mask = random_inputs(7, 8)
+    given = (features, torch.arange(7), x, torch.arange(8), mask)
+    whole = drafter(*given).view(2, CONFIG.block_size, -1)
+    only = drafter(*given, predicted_only=True)
+    assert only.shape == (6, CONFIG.width)
+    torch.testing.assert_close(only, whole[:, 1:].reshape(6, -1))
