@@ -61,6 +61,8 @@ class State(enum.StrEnum):
     FAILED = "failed"
     KILLED = "killed"
     STALLED = "stalled"
+    RESTARTING = "restarting"
+    """An attempt crashed and the supervisor waits to begin the next one."""
 
     @property
     def ended(self) -> bool:

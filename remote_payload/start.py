@@ -60,13 +60,16 @@ def start(workspace: Path, run_id: str, run: Mapping[str, Any], job: str) -> tup
         (run_dir / rundir.CRASH).mkdir(mode=0o700)
         rundir.write_whole(run_dir / rundir.JOB, job.encode())
         rundir.write_whole(run_dir / rundir.RUN, rundir.encode(record))
-        return run_dir, _detach(run_dir)
+        return run_dir, detach(run_dir, 1)
     except OSError as error:
         raise StartError(f"{run_dir} cannot be written ({error.strerror})") from error
 
 
-def _detach(run_dir: Path) -> int:
-    """Start the supervisor, wait until it has written its first status, and return its pid."""
+def detach(run_dir: Path, attempt: int) -> int:
+    """Start the supervisor of `attempt`, wait until it has written its first status, and return its pid.
+
+    Raises StartError when it ends before that, or takes longer than 10 s.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     errors = os.open(run_dir / SUPERVISOR_ERRORS, flags, 0o600)
     try:
@@ -81,7 +84,7 @@ def _detach(run_dir: Path) -> int:
     finally:
         os.close(errors)
     deadline = time.monotonic() + _PATIENCE_S
-    while not (run_dir / rundir.STATUS).exists():
+    while not _speaks(run_dir, attempt):
         if process.poll() is not None:
             raise StartError(f"the supervisor ended at once: {_said(run_dir)}")
         if time.monotonic() > deadline:
@@ -89,6 +92,11 @@ def _detach(run_dir: Path) -> int:
         time.sleep(0.01)
     process.returncode = 0  # it is not ours to wait for: Popen would warn of a child left behind
     return process.pid
+
+
+def _speaks(run_dir: Path, attempt: int) -> bool:
+    written = (rundir.read_whole(run_dir / rundir.STATUS) or {}).get("attempt")
+    return isinstance(written, int) and written >= attempt
 
 
 def _said(run_dir: Path) -> str:

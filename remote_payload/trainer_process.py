@@ -76,14 +76,14 @@ class TrainerProcess:
         os.kill(self.pid, number)
         return True
 
-    def kill_group(self) -> None:
-        """SIGKILL to the trainer and to everything in its process group."""
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the trainer and to everything in its process group."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
 
     def reap(self) -> int:
         """Kill what the ended trainer left behind and return its exit status, negative for a signal."""
-        self.kill_group()
+        self.signal_group(signal.SIGKILL)
         return self._process.wait()
 
 

@@ -1,4 +1,7 @@
-"""Real supervisors over stand-in trainers: each one's code is the text of its run's job.toml."""
+"""Real supervisors over stand-in trainers: each one's code is the text of its run's job.toml.
+
+A job.toml that is TOML has the code under `script`, beside the keys that the supervisor reads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 # The stand-in for remote_payload/train/main.py: runs job.toml with a few names at hand.
 STAND_IN = """
-import json, os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time, tomllib
 from pathlib import Path
 
 def main(run_dir: Path, attempt: int) -> int:
@@ -39,7 +42,12 @@ def main(run_dir: Path, attempt: int) -> int:
     def mark(name, text="x"):
         (run_dir / name).write_text(text)
     names = dict(globals(), **locals())
-    exec((run_dir / "job.toml").read_text(), names)
+    text = (run_dir / "job.toml").read_text()
+    try:
+        text = tomllib.loads(text)["script"]
+    except tomllib.TOMLDecodeError:
+        pass
+    exec(text, names)
     return names["code"]
 """
 
@@ -466,7 +474,7 @@ def test_a_run_has_one_supervisor_at_a_time(place: Place) -> None:
 
 
 def test_a_supervisor_that_fails_itself_says_so_and_has_the_trainer_stop(place: Place) -> None:
-    with (place.payload / "supervisor.py").open("a") as file:
+    with (place.payload / "attempt.py").open("a") as file:
         file.write(
             "\ndef take_requests(control):\n    if (control / 'stop').exists(): 1 / 0\n    return []\n"
         )
