@@ -1,36 +1,42 @@
 """The feed: everything in a run directory, as frames on stdout, for one watching laptop.
 
-docs/rundir.md has the frames. Two threads. The main one looks ten times a second and writes, blocking as
-long as the reader is slow. The other one listens to stdin and ends the process, whatever the main thread
-is stuck in, when the reader has gone or has been silent: a connection that was cut silently must leave
-nothing behind. A beat that says that the supervisor has gone is true of the files too: who lives is looked
-up first, then all bytes there are at that moment are sent, then the beat. Standard library only.
+docs/rundir.md has the frames. Two threads. The main one sleeps until the kernel says that a file changed,
+looks at that file, and writes, blocking as long as the reader is slow; before each beat it looks at all.
+That look is also the proof that the kernel tells: when it finds bytes of which nothing was told, or where
+inotify is refused, the main thread looks ten times a second from then on. The other thread listens to
+stdin and ends the process, whatever the main thread is stuck in, when the reader has gone or has been
+silent: a connection that was cut silently must leave nothing behind. A beat that says that the supervisor
+has gone is true of the files too: who lives is looked up first, then all bytes there are at that moment are
+sent, then the beat. Standard library only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import queue
 import re
-import select
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from remote_payload import identity, rundir
-from remote_payload.growing_file import GrowingFile, Have
+from remote_payload.feed_request import FeedError, Request, parse_request
+from remote_payload.feed_streams import Listener, Output
+from remote_payload.growing_file import Chunk, GrowingFile, Have
+from remote_payload.inotify import Watch
+from remote_payload.log_file import LogFile
 from remote_payload.run_folder import RunFolder
 from remote_payload.timing import time_scale
 
 _NONCE = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_MOST_LINE = 4 << 20
 _MOST_CRASH_FILES = 200  # each stays open; more of them tell nobody more
+_GATHER_S = 0.005
+"""From one look to the next at the least: many small writes become one frame."""
+_TELLING_S = 0.05
+"""How much later than the bytes themselves the kernel may tell of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Timing:
     """The feed's constants, in seconds."""
 
     tick: float = 0.1
+    """Between looks, where the kernel tells nothing."""
     beat: float = 2.0
     silence: float = 60.0
     """A reader that says nothing for so long has gone."""
@@ -49,24 +56,43 @@ class Timing:
         return dataclasses.replace(scaled, tick=max(scaled.tick, 0.01))
 
 
-class FeedError(Exception):
-    """What the reader is told in an `error` frame, before the feed ends."""
-
-
 def feed(run_dir: Path, nonce: str) -> int:
     """Feed the reader behind stdin and stdout until it goes; returns the exit code.
 
     0: the reader went. 1: an `error` frame said why. 64: the nonce is none.
     """
+
+    def make(output: Output) -> _Feed:
+        try:
+            return _Feed(RunFolder(run_dir), run_dir.absolute().name, output)
+        except OSError as error:
+            raise FeedError(f"{run_dir}: no run directory ({error.strerror})") from error
+
+    return _serve(nonce, make)
+
+
+def feed_log(path: Path, nonce: str) -> int:
+    """As `feed`, of one log file that belongs to no run; `hello` names its path as `run`."""
+
+    def make(output: Output) -> _Feed:
+        try:
+            return _Feed(LogFile(path), str(path), output)
+        except OSError as error:
+            raise FeedError(f"{path.parent}: no folder ({error.strerror})") from error
+
+    return _serve(nonce, make)
+
+
+def _serve(nonce: str, make: Callable[[Output], _Feed]) -> int:
     if not _NONCE.fullmatch(nonce):
         print("remote_payload: feed: NONCE must be 1 to 128 of A-Z a-z 0-9 . _ -", file=sys.stderr)
         return 64
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    output = _Output()
+    output = Output()
     try:
         output.write(nonce.encode() + b"\n")
         try:
-            _Feed(run_dir, output, Timing.scaled(time_scale())).run()
+            make(output).run()
         except (FeedError, ValueError) as error:
             output.frame("error", text=str(error))
             return 1
@@ -77,14 +103,11 @@ def feed(run_dir: Path, nonce: str) -> int:
 
 
 class _Feed:
-    def __init__(self, run_dir: Path, output: _Output, timing: Timing) -> None:
+    def __init__(self, folder: RunFolder | LogFile, name: str, output: Output) -> None:
         self._output = output
-        self._timing = timing
-        self._name = run_dir.absolute().name
-        try:
-            self._folder = RunFolder(run_dir)
-        except OSError as error:
-            raise FeedError(f"{run_dir}: no run directory ({error.strerror})") from error
+        self._timing = Timing.scaled(time_scale())
+        self._name = name
+        self._folder = folder
         self._have: dict[str, Have] = {}
         self._log_tail: int | None = None
         self._files: dict[str, GrowingFile] = {}
@@ -92,7 +115,10 @@ class _Feed:
         self._sequence = 0
         self._left_out: dict[str, str] = {}
         self._present: list[str] = []
+        self._presence: dict[str, str] = {}
         self._next_beat = 0.0
+        self._watch: Watch | None = None
+        self._looked_at = 0.0
 
     def run(self) -> None:
         """Send frames for ever; the listener ends the process, a broken pipe raises BrokenPipeError."""
@@ -104,41 +130,142 @@ class _Feed:
             boot_id=identity.boot_id(),
             t=round(time.time(), 3),
         )
-        listener = _Listener(self._timing.silence)
-        self._have, self._log_tail = parse_request(listener.first())
+        listener = Listener(self._timing.silence)
+        request = parse_request(listener.first())
+        self._have, self._log_tail = request.have, request.log_tail
+        self._fill(request)
+        self._keep_watch(listener.woken)
+        changed = self._look_at_all(None)
         while True:
             for later in listener.later():
-                self._rewind(parse_request(later)[0])
-            if self._folder.gone():
-                raise FeedError("the run directory was removed")
-            presence = self._presence()
-            self._send_small_files(look_closer=self._beat_is_due())
-            self._send_growing_files(presence)
-            if self._beat_is_due():
-                self._beat(presence)
-            time.sleep(self._timing.tick)
+                self._fill(parse_request(later))
+            if self._beat_is_due() or self._watch is None:
+                changed = self._look_at_all(changed)
+            elif changed:
+                changed = self._look_at(changed)
+            filling = self._send_older_bytes()
+            changed = self._wait(changed, 0.0 if filling else self._timing.tick)
 
-    def _send_growing_files(self, presence: Mapping[str, str]) -> None:
-        """Send what all appended files hold at this moment, a chunk of each in turn."""
+    # when to look
+
+    def _keep_watch(self, wake: int) -> None:
+        try:
+            self._watch = Watch(wake)
+            self._folder.watch(self._watch)
+        except OSError:  # a limit of the kernel, or a file system without
+            self._look_often()
+
+    def _look_often(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _wait(self, changed: set[str], tick: float) -> set[str]:
+        """Wait until there is something to look at, and return the names of the files that changed."""
+        until_beat = max(0.0, self._next_beat - time.monotonic())
+        if self._watch is None:
+            time.sleep(min(tick, until_beat))
+            return changed
+        if not changed:
+            told = self._watch.wait(until_beat if tick else 0.0)
+            if told is None:
+                self._next_beat = 0.0  # too much to be told: look at all
+                return changed
+            changed = told
+        changed = {name for name in changed if name == rundir.CRASH or rundir.is_mirrored(name)}
+        if changed and tick:
+            time.sleep(max(0.0, self._looked_at + _GATHER_S - time.monotonic()))
+        return changed
+
+    def _look_at_all(self, told: set[str] | None) -> set[str]:
+        """Send whatever is new, then a beat. Returns the names that are to be looked at again.
+
+        `told`: the names of which the kernel told since the last look; None: there was none.
+        """
+        if self._folder.gone():
+            raise FeedError("the run directory was removed")
+        self._presence = self._who_lives()
+        self._send_small_files(rundir.REPLACED, look_closer=self._beat_is_due())
+        files = self._growing_files()
+        if told is not None:
+            self._check_watch(
+                {file.name for file in files if file.name in rundir.APPENDED and file.grown}, told
+            )
+        again = self._send_growing_files(files)
+        self._present = [file.name for file in files if file.inode is not None]
+        if self._watch is not None:
+            try:
+                self._folder.watch(self._watch)
+            except OSError:
+                self._look_often()
+        if self._beat_is_due():
+            self._beat()
+        return again
+
+    def _check_watch(self, grown: set[str], told: set[str]) -> None:
+        """Look often from now on if files have grown of which the kernel does not tell."""
+        if self._watch is None:
+            return
+        until = time.monotonic() + _TELLING_S
+        while grown - told and (left := until - time.monotonic()) > 0:
+            more = self._watch.wait(left)
+            if more is None:
+                return
+            told |= more
+        if grown - told:
+            self._look_often()
+
+    def _look_at(self, changed: set[str]) -> set[str]:
+        """Send what is new in these files; returns the names that are to be looked at again."""
+        self._looked_at = time.monotonic()
+        self._send_small_files([name for name in rundir.REPLACED if name in changed], look_closer=False)
+        unknown = [name for name in changed if name not in self._files and rundir.is_mirrored(name)]
+        if rundir.CRASH in changed or any(name not in rundir.REPLACED for name in unknown):
+            files = self._growing_files()
+        else:
+            files = [self._files[name] for name in changed if name in self._files]
+        return self._send_growing_files(files)
+
+    # what to send
+
+    def _send_growing_files(self, files: list[GrowingFile]) -> set[str]:
+        """Send what these files hold at this moment, a chunk of each in turn."""
         until = {}
-        for file in self._growing_files():
+        for file in files:
             size = file.look()
             if size is not None:
                 until[file.name] = size
-        self._present = list(until)
         while until:
             for name in list(until):
                 chunk = self._files[name].chunk(until[name], rundir.MAX_FRAME_BYTES)
                 if chunk is None:
                     del until[name]
                     continue
-                fields = {"file": name, "generation": chunk.generation, "offset": chunk.offset}
-                self._output.frame("append", chunk.data, **fields)
+                self._append(name, chunk)
             # A long way to catch up must not silence the beats; but the one that tells of the
             # supervisor's end has to wait, because it says that all there was has been sent.
-            if presence["supervisor"] == "alive" and self._beat_is_due():
-                self._send_small_files(look_closer=True)
-                self._beat(presence)
+            if self._presence["supervisor"] == "alive" and self._beat_is_due():
+                self._send_small_files(rundir.REPLACED, look_closer=True)
+                self._beat()
+        return {file.name for file in files if file.renamed}
+
+    def _append(self, name: str, chunk: Chunk) -> None:
+        fields = {"file": name, "generation": chunk.generation, "offset": chunk.offset}
+        self._output.frame("append", chunk.data, **fields)
+
+    def _send_older_bytes(self) -> bool:
+        """Send one chunk of what a reader asked for beside the new bytes; whether there was one."""
+        for file in self._files.values():
+            chunk = file.fill_chunk(rundir.MAX_FRAME_BYTES)
+            if chunk is not None:
+                self._append(file.name, chunk)
+                return True
+        return False
+
+    def _fill(self, request: Request) -> None:
+        for name, (generation, ranges) in request.fill.items():
+            if name in self._files:
+                self._files[name].fill(generation, ranges)
 
     def _growing_files(self) -> list[GrowingFile]:
         crash = self._folder.crash_names()
@@ -158,9 +285,9 @@ class _Feed:
         status = self._folder.status(name)
         return status is not None and status.st_size > 0
 
-    def _send_small_files(self, *, look_closer: bool) -> None:
-        """Send the small files that changed; by their status, or (`look_closer`) by their bytes."""
-        for name in rundir.REPLACED:
+    def _send_small_files(self, names: Iterable[str], *, look_closer: bool) -> None:
+        """Send those of them that changed; by their status, or (`look_closer`) by their bytes."""
+        for name in names:
             status = self._folder.status(name)
             if status is None:
                 continue
@@ -182,7 +309,7 @@ class _Feed:
                 self._output.frame("replace", content, file=name, sequence=self._sequence)
             self._sent_small[name] = (sign, content)
 
-    def _presence(self) -> dict[str, str]:
+    def _who_lives(self) -> dict[str, str]:
         """Whether supervisor and trainer live, as `status.json` identifies them."""
         status: dict[str, Any] = {}
         descriptor = self._folder.open(rundir.STATUS)
@@ -198,112 +325,21 @@ class _Feed:
     def _beat_is_due(self) -> bool:
         return time.monotonic() >= self._next_beat
 
-    def _beat(self, presence: Mapping[str, str]) -> None:
+    def _beat(self) -> None:
         self._next_beat = time.monotonic() + self._timing.beat
-        sizes = {
-            name: {"generation": self._files[name].generation, "size": self._files[name].sent}
-            for name in self._present
-        }
+        files: dict[str, dict[str, Any]] = {}
+        for name in self._present:
+            file, status = self._files[name], self._folder.status(name)
+            files[name] = {"generation": file.generation, "size": file.sent, "inode": file.inode}
+            if status is not None:
+                files[name]["written"] = round(status.st_mtime, 3)
         self._output.frame(
             "beat",
             t=round(time.time(), 3),
             mono=round(time.monotonic(), 3),
             boot_id=identity.boot_id(),
-            **presence,
-            files=sizes,
+            **self._presence,
+            files=files,
+            told_by="looking" if self._watch is None else "inotify",
             **({"left_out": self._left_out} if self._left_out else {}),
         )
-
-    def _rewind(self, have: Mapping[str, Have]) -> None:
-        for name, had in have.items():
-            if name in self._files:
-                self._files[name].rewind(had)
-
-
-def parse_request(line: bytes) -> tuple[dict[str, Have], int | None]:
-    """The `have` and the `log_tail` in a line from the reader; raises FeedError that says what is wrong."""
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise FeedError(f"the request is not JSON: {error}") from error
-    if not isinstance(request, dict):
-        raise FeedError("the request is not a JSON object")
-    have, tail = request.get("have") or {}, request.get("log_tail")
-    if not isinstance(have, dict):
-        raise FeedError(f"have = {have!r}: expected an object")
-    if tail is not None and (not isinstance(tail, int) or isinstance(tail, bool) or tail < 0):
-        raise FeedError(f"log_tail = {tail!r}: expected a number of bytes or null")
-    try:
-        return {name: Have.from_mapping(name, value) for name, value in have.items()}, tail
-    except ValueError as error:
-        raise FeedError(str(error)) from error
-
-
-class _Output:
-    """Frames on stdout, past Python's own buffer."""
-
-    def __init__(self) -> None:
-        self._writable = select.poll()
-        self._writable.register(1, select.POLLOUT)
-
-    def frame(self, kind: str, data: bytes | None = None, /, **fields: Any) -> None:
-        """Write one frame: a line of JSON, and `data` behind it where there is any."""
-        size = {} if data is None else {"size": len(data)}
-        line = json.dumps({"frame": kind, **fields, **size}, separators=(",", ":")).encode() + b"\n"
-        self.write(line, data or b"")
-
-    def write(self, *parts: bytes) -> None:
-        """Write all bytes, however long the reader takes. Raises BrokenPipeError when it has gone."""
-        views = [memoryview(part) for part in parts if part]
-        while views:
-            try:
-                written = os.writev(1, views)
-            except BlockingIOError:  # whoever started us had set the pipe so
-                self._writable.poll()
-                continue
-            while views and written >= len(views[0]):
-                written -= len(views.pop(0))
-            if views:
-                views[0] = views[0][written:]
-
-
-class _Listener:
-    """Lines from the reader, in a thread that ends the process when the reader is gone or silent."""
-
-    def __init__(self, silence: float) -> None:
-        self._silence = silence
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, name="listener", daemon=True).start()
-
-    def first(self) -> bytes:
-        """Wait for the first line; the listener ends the process if none comes."""
-        return self._lines.get()
-
-    def later(self) -> Iterator[bytes]:
-        """Further lines so far that ask for something; plain pings are left out."""
-        while True:
-            try:
-                line = self._lines.get_nowait()
-            except queue.Empty:
-                return
-            if line.strip() not in (b"", b"{}"):
-                yield line
-
-    def _listen(self) -> None:
-        buffer = b""
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        try:
-            while poll.poll(self._silence * 1000):
-                data = os.read(0, 65536)
-                if not data:
-                    break
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    self._lines.put(line)
-                if len(buffer) > _MOST_LINE:
-                    break
-        finally:
-            # The main thread may be stuck in a write to a pipe that nobody empties; nothing of it
-            # needs to be finished.
-            os._exit(0)

@@ -3,7 +3,9 @@
 The file stays open, so its inode cannot be given to another file meanwhile: renames over one name were
 seen to alternate between two inodes, which a bare inode number cannot tell from no change at all. A
 truncation that has grown past the old size again is known by the first 4,096 and the last 256 bytes sent.
-Standard library only.
+A reader that comes back says the same of what it has, and the inode, so a file that was replaced while
+nobody watched is another one even when it has the same size. A file that was renamed away is first sent
+to its end. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,39 +13,83 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
-from typing import Any, Final
-
-from remote_payload.run_folder import RunFolder
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Protocol
 
 HEAD_BYTES: Final = 4096
-_TAIL_BYTES = 256
+TAIL_BYTES: Final = 256
+_MOST = 2**53
+
+
+class Folder(Protocol):
+    """Where the files are that a feed sends."""
+
+    def open(self, name: str) -> int | None:
+        """A descriptor of the plain file `name`, or None."""
+
+    def status(self, name: str) -> os.stat_result | None:
+        """The status of `name`, or None when there is nothing of that name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Have:
-    """How far a reader has a file: its generation, its size, and the sha256 of its first `head` bytes."""
+    """How far a reader has a file: its generation and size, the sha256 of its first `head` and last `tail`
+    bytes, and its inode (None: not known).
+    """
 
     generation: int
     size: int
     head: int
     head_sha256: str
+    tail: int = 0
+    tail_sha256: str = ""
+    inode: int | None = None
 
     @classmethod
     def from_mapping(cls, name: str, value: Any) -> Have:
         """Check what a reader sent about file `name`; raises ValueError that names the key."""
+        where = f"have.{name}"
         if not isinstance(value, Mapping):
-            raise ValueError(f"have.{name}: expected an object")
-        numbers = {}
-        for key, low, high in (("generation", 1, 2**53), ("size", 0, 2**53), ("head", 0, HEAD_BYTES)):
-            number = value.get(key)
-            if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
-                raise ValueError(f"have.{name}.{key} = {number!r}: expected {low} to {high}")
-            numbers[key] = number
-        digest = value.get("head_sha256")
-        if not isinstance(digest, str):
-            raise ValueError(f"have.{name}.head_sha256 = {digest!r}: expected hex digits")
-        return cls(head_sha256=digest.lower(), **numbers)
+            raise ValueError(f"{where}: expected an object")
+        size = whole(value.get("size"), f"{where}.size", 0, _MOST)
+        tail = whole(value.get("tail", 0), f"{where}.tail", 0, min(TAIL_BYTES, size))
+        inode = value.get("inode")
+        return cls(
+            generation=whole(value.get("generation"), f"{where}.generation", 1, _MOST),
+            size=size,
+            head=whole(value.get("head"), f"{where}.head", 0, HEAD_BYTES),
+            head_sha256=_digest(value.get("head_sha256"), f"{where}.head_sha256"),
+            tail=tail,
+            tail_sha256=_digest(value.get("tail_sha256"), f"{where}.tail_sha256") if tail else "",
+            inode=None if inode is None else whole(inode, f"{where}.inode", 0, 2**64),
+        )
+
+    def fits(self, descriptor: int) -> bool:
+        """Whether the open file continues what the reader has."""
+        status = os.fstat(descriptor)
+        return (
+            self.size <= status.st_size
+            and self.inode in (None, status.st_ino)
+            and _sha256(descriptor, 0, self.head) == self.head_sha256
+            and (not self.tail or _sha256(descriptor, self.size - self.tail, self.tail) == self.tail_sha256)
+        )
+
+
+def whole(value: Any, where: str, low: int, high: int) -> int:
+    """The whole number `value`; raises ValueError that names `where` it stood."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{where} = {value!r}: expected {low} to {high}")
+    return value
+
+
+def _digest(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} = {value!r}: expected hex digits")
+    return value.lower()
+
+
+def _sha256(descriptor: int, offset: int, length: int) -> str:
+    return hashlib.sha256(os.pread(descriptor, length, offset)).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +104,7 @@ class Chunk:
 class GrowingFile:
     """One appended file of a run. `sent` bytes of `generation` went out."""
 
-    def __init__(self, folder: RunFolder, name: str, have: Have | None, tail: int | None) -> None:
+    def __init__(self, folder: Folder, name: str, have: Have | None, tail: int | None) -> None:
         """Follow `name`; the reader has `have`. `tail`: send only so many last bytes of what is there."""
         self.name = name
         self.generation = have.generation if have else 1
@@ -68,8 +114,10 @@ class GrowingFile:
         self._have = have
         self._tail_only = tail
         self._opened_before = False
+        self._renamed = False
         self._first = b""
         self._last = b""
+        self._holes: list[tuple[int, int]] = []
 
     def look(self) -> int | None:
         """The size up to which bytes can be sent now, or None when there is no such file."""
@@ -78,6 +126,10 @@ class GrowingFile:
             held = os.fstat(self._descriptor)
             same = status is not None and (status.st_dev, status.st_ino) == (held.st_dev, held.st_ino)
             if not same or held.st_nlink == 0:
+                if not self._renamed and held.st_size > self.sent and self._is_continued(self._descriptor):
+                    self._renamed = True
+                    return held.st_size
+                self._renamed = False
                 os.close(self._descriptor)
                 self._descriptor = None
         if self._descriptor is None:
@@ -99,14 +151,40 @@ class GrowingFile:
         chunk = Chunk(self.generation, self.sent, data)
         if len(self._first) == self.sent:
             self._first += data[: HEAD_BYTES - len(self._first)]
-        self._last = (self._last + data)[-_TAIL_BYTES:]
+        self._last = (self._last + data)[-TAIL_BYTES:]
         self.sent += len(data)
         return chunk
 
-    def rewind(self, have: Have) -> None:
-        """Send again what the reader says that it lacks after `have.size`, if it means this generation."""
-        if self._descriptor is not None and have.generation == self.generation and have.size < self.sent:
-            self._continue_at(self._descriptor, have.size)
+    @property
+    def renamed(self) -> bool:
+        """The file was renamed away; once its rest is sent, `look` is to be called again."""
+        return self._renamed
+
+    @property
+    def grown(self) -> bool:
+        """Whether the file that is held has bytes that were not sent."""
+        return self._descriptor is not None and os.fstat(self._descriptor).st_size > self.sent
+
+    @property
+    def inode(self) -> int | None:
+        """The inode of the file that `generation` is; None while there is none."""
+        return None if self._descriptor is None else os.fstat(self._descriptor).st_ino
+
+    def fill(self, generation: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Send these older bytes as well, in order, if the reader means this generation."""
+        if generation == self.generation:
+            self._holes = [(start, min(stop, self.sent)) for start, stop in ranges if start < self.sent]
+
+    def fill_chunk(self, most: int) -> Chunk | None:
+        """At most `most` of the older bytes that were asked for; None when there are none (any more)."""
+        while self._holes and self._descriptor is not None:
+            start, stop = self._holes[0]
+            data = os.pread(self._descriptor, min(most, stop - start), start) if start < stop else b""
+            if data:
+                self._holes[0] = (start + len(data), stop)
+                return Chunk(self.generation, start, data)
+            del self._holes[0]
+        return None
 
     def close(self) -> None:
         """Let go of the file."""
@@ -125,8 +203,7 @@ class GrowingFile:
         size = os.fstat(self._descriptor).st_size
         have = self._have
         if have is not None and have.size > 0:
-            head = os.pread(self._descriptor, have.head, 0)
-            if have.size <= size and hashlib.sha256(head).hexdigest() == have.head_sha256:
+            if have.fits(self._descriptor):
                 self._continue_at(self._descriptor, have.size)
             else:
                 self._start_over()
@@ -137,12 +214,13 @@ class GrowingFile:
     def _continue_at(self, descriptor: int, offset: int) -> None:
         self.sent = offset
         self._first = os.pread(descriptor, min(offset, HEAD_BYTES), 0)
-        start = max(0, offset - _TAIL_BYTES)
+        start = max(0, offset - TAIL_BYTES)
         self._last = os.pread(descriptor, offset - start, start)
 
     def _start_over(self) -> None:
         self.generation += 1
         self.sent, self._first, self._last = 0, b"", b""
+        self._holes = []
 
     def _is_continued(self, descriptor: int) -> bool:
         last = self.sent - len(self._last)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from remote_payload import rundir
+from remote_payload.inotify import Watch
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -26,6 +27,15 @@ class RunFolder:
     def gone(self) -> bool:
         """Whether the directory itself was removed."""
         return os.fstat(self._run).st_nlink == 0
+
+    def watch(self, watch: Watch) -> None:
+        """Have changes told by the files' names. Raises OSError where the kernel refuses.
+
+        To be called again after every `crash_names`, which may find a new folder.
+        """
+        watch.add(self._run, lambda name: name)
+        if self._crash is not None:
+            watch.add(self._crash, lambda name: f"{rundir.CRASH}/{name}")
 
     def crash_names(self) -> list[str]:
         """The names `crash/...` that may be sent, sorted. Opens `crash/` anew."""
