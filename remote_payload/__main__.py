@@ -45,6 +45,32 @@ def _start(workspace: str, run_id: str) -> int:
     return 0
 
 
+def _resume(run_dir: str) -> int:
+    from remote_payload.resume import resume
+    from remote_payload.rundir import decode
+    from remote_payload.start import StartError
+
+    order = decode(sys.stdin.buffer.read()) or {}
+    run, changes, by = order.get("run", {}), order.get("changes", {}), order.get("by")
+    if not isinstance(run, dict) or not isinstance(changes, dict):
+        return _refuse('stdin: expected one JSON object {"run": {...}, "changes": {...}}')
+    try:
+        resumed = resume(Path(run_dir).absolute(), run, changes, by if isinstance(by, str) else None)
+    except StartError as error:
+        return _refuse(str(error))
+    _answer(
+        {
+            "ok": True,
+            "attempt": resumed.attempt,
+            "pid": resumed.pid,
+            "changes": {change.key: [change.before, change.after] for change in resumed.changes},
+            "payload_before": resumed.payload_before,
+            "checkpoint": resumed.checkpoint,
+        }
+    )
+    return 0
+
+
 def _supervise(run_dir: str) -> int:
     from remote_payload.supervisor import SupervisorError, supervise
 
@@ -98,6 +124,7 @@ def _train(run_dir: str, attempt: str) -> int:
 COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "preflight": (_preflight, "[WORKSPACE]"),
     "start": (_start, "WORKSPACE RUN_ID"),
+    "resume": (_resume, "RUN_DIR"),
     "supervise": (_supervise, "RUN_DIR"),
     "feed": (_feed, "RUN_DIR NONCE"),
     "feed-log": (_feed_log, "FILE NONCE"),
