@@ -49,6 +49,7 @@ class Word(enum.StrEnum):
     LAUNCHING = "LAUNCHING"
     LIVE = "LIVE"
     STOPPING = "STOPPING"
+    RESTARTING = "RESTARTING"
     ENDING = "ENDING"
     STALLED = "STALLED"
     STALE = "STALE"
@@ -106,6 +107,8 @@ def judge(
     """The health of a run from its newest records; `now` is the laptop's Unix time in seconds."""
     mirror = mirror or {}
     status = status or {}
+    if exit_record and (whole(exit_record, "attempt") or 1) != (whole(status, "attempt") or 1):
+        exit_record = None  # the word of an older attempt
     last_heard = number(mirror, "last_heard")
     news_age = None if last_heard is None else max(0.0, now - last_heard)
     container_now = now + (number(mirror, "clock_difference_s") or 0.0)
@@ -136,7 +139,7 @@ def _ended(status: Record, exit_record: Record | None, mirror: Record, limits: L
     settled = written is None or heard is None or heard - written >= limits.gone_s
     if not (nobody or rebooted) or not settled:
         return None
-    if exit_record and whole(exit_record, "attempt") == whole(status, "attempt"):
+    if exit_record:
         return _written_end({"state": "", "attempt": status.get("attempt")}, exit_record, reason)
     why = (
         "the container was restarted under the run" if rebooted else
@@ -205,6 +208,10 @@ def _alive(
         return Health(word=Word.ENDING, detail=detail)
     if state == State.STOPPING:
         return Health(word=Word.STOPPING, detail=reason)
+    if state == State.RESTARTING:
+        return Health(
+            word=Word.RESTARTING, extra=_until(table(status, "restart"), container_now), detail=reason
+        )
     if trainer in ("gone", "reused") and state in (State.RUNNING, State.STALLED):
         return Health(word=Word.ENDING, detail="the trainer is gone; its supervisor says how, soon")
     if state == State.LAUNCHING:
@@ -222,6 +229,14 @@ def _alive(
             detail="the trainer lives but writes no progress",
         )
     return Health(word=Word.LIVE, detail=reason)
+
+
+def _until(restart: Record, now: float) -> str:
+    """`2/5 in 8s`: which restart of how many, and when."""
+    count, limit, begins = whole(restart, "count"), whole(restart, "limit"), number(restart, "next")
+    if count is None or limit is None or begins is None:
+        return ""
+    return f"{count}/{limit} " + (f"in {begins - now:.0f}s" if begins > now else "now")
 
 
 def _since(t: float | None, now: float) -> str:

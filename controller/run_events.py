@@ -182,6 +182,27 @@ def _trainer_exited(r: Record) -> Line:
     return Level.INFO if code in (0, 3) else Level.BAD, f"trainer ended {how} after {runtime}s"
 
 
+def _restart(r: Record) -> Line:
+    line = f"attempt {_count(r, 'attempt')} {text(r, 'state') or '?'}, the next one begins in"
+    line += f" {_figure(r, 'wait_s', '.0f')}s ({_count(r, 'count')} of {_count(r, 'limit')})"
+    reason = text(r, "reason")
+    return Level.BAD, f"{line}: {reason}" if reason else line
+
+
+def _resume(r: Record) -> Line:
+    line = f"resumed as attempt {_count(r, 'attempt')}"
+    by, payload, before = text(r, "by"), text(r, "payload"), text(r, "payload_before")
+    line += f" by {by}" if by else ""
+    if payload != before:
+        line += f", payload {payload[:12]} instead of {before[:12] or '?'}"
+    changes = [
+        f"{key} {values[0]} to {values[1]}"
+        for key, values in table(r, "changes").items()
+        if isinstance(values, list) and len(values) == 2
+    ]
+    return Level.INFO, f"{line}, {', '.join(changes)}" if changes else line
+
+
 def _signal(r: Record) -> Line:
     why = text(r, "why")
     return Level.WARNING, f"{text(r, 'name') or '?'} sent" + (f": {why}" if why else "")
@@ -212,6 +233,8 @@ _LINES: dict[str, Callable[[Record], Line]] = {
     "trainer_started": _trainer_started,
     "trainer_exited": _trainer_exited,
     "signal": _signal,
+    "restart": _restart,
+    "resume": _resume,
     "gpu_problem": _gpu_problem,
 }
 
@@ -220,6 +243,7 @@ _LINES: dict[str, Callable[[Record], Line]] = {
 class Evaluation:
     """One evaluation by real decoding; `by_kind` holds (kind of prompt, tau, prompts)."""
 
+    attempt: int
     step: int | None
     tau: float | None
     tau_macro: float | None
@@ -235,6 +259,7 @@ def evaluation(record: Record) -> Evaluation:
     """The record of an `eval` event."""
     kinds = table(record, "by_kind")
     return Evaluation(
+        attempt=whole(record, "attempt") or 1,
         step=whole(record, "step"),
         tau=number(record, "tau"),
         tau_macro=number(record, "tau_macro"),

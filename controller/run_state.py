@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from controller import run_events, run_records
+from controller import attempts, run_events, run_records
+from controller.attempts import Attempt
 from controller.diagnose import Diagnosis, diagnose_text
 from controller.gpu_state import Gpu, GpuTable
 from controller.health import Health, Limits, Word, judge
@@ -92,7 +93,9 @@ class History:
                     points[name].append((step, number(record, name)))
                 newest = record
             elif kind == "eval":
-                evaluations.append(run_events.evaluation(record))
+                again = run_events.evaluation(record)
+                evaluations = [e for e in evaluations if e.attempt == again.attempt or _before(e, again)]
+                evaluations.append(again)
                 if step is not None:
                     points["tau"].append((step, number(record, "tau")))
             elif kind == "dataset":
@@ -113,6 +116,11 @@ class History:
             last_t=number(records[-1], "t") or self.last_t,
             records=self.records + len(records),
         )
+
+
+def _before(older: Evaluation, newer: Evaluation) -> bool:
+    """Whether an earlier attempt's evaluation is of a step that the later one did not train again."""
+    return older.step is None or newer.step is None or older.step < newer.step
 
 
 _STEP_CURVES = ("loss", "tau_estimate", "tokens_per_s", "gradient_norm", "learning_rate", "step_s")
@@ -143,6 +151,8 @@ class RunState:
     host: str = ""
     rank: int = 0
     attempt: int = 1
+    attempts: tuple[Attempt, ...] = ()
+    """All attempts so far, this one included, oldest first."""
     created: float | None = None
     health: Health = dataclasses.field(default_factory=Health)
     ages: Ages = Ages()
@@ -235,7 +245,8 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
     gpus = GpuTable() if "gpu.jsonl" in news.restarted else state.gpu_table
     training = progress is not None and progress.phase == "training" and not health.word.ended
     gpus = gpus.updated(news.gpu).with_roles(progress.devices if progress else (), training=training)
-    told = () if "supervisor.jsonl" in news.restarted else state.supervisor_events
+    anew = "supervisor.jsonl" in news.restarted
+    told = () if anew else state.supervisor_events
     crashes = tuple(
         sorted(
             (c for c in news.crashes if c.attempt == attempt),
@@ -260,6 +271,7 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
         host=text(run, "host"),
         rank=whole(run, "rank") or 0,
         attempt=attempt,
+        attempts=attempts.updated(() if anew else state.attempts, news.supervisor),
         created=number(run, "created"),
         health=health,
         ages=Ages(

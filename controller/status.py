@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from controller.attempts import attempt_line
 from controller.diagnose import alarms
 from controller.health import age_text
 from controller.mirror_reader import MirrorReader
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from controller.mirror import Mirror
 
 _EVENTS = 5
+_ATTEMPTS = 5
 _TRACEBACK = 12
 
 
@@ -123,6 +125,8 @@ def status_lines(state: RunState) -> list[str]:
     if state.health.detail:
         lines.append(f"  {safe_line(state.health.detail)}")
     lines += [f"  {line}" for line in (*_training(state), *_where(state))]
+    before = [attempt for attempt in state.attempts if attempt.number < state.attempt]
+    lines += [f"  {safe_line(attempt_line(attempt))}" for attempt in before[-_ATTEMPTS:]]
     lines += [f"  ! {alarm.what}" for alarm in alarms(state)]
     interesting = [event for event in state.events if event.level >= 2][-_EVENTS:]
     for event in interesting:

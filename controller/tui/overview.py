@@ -66,6 +66,8 @@ def status_line(state: RunState, width: int) -> Text:
             text.append(f" {figures.span(ended)} ago", style=LABEL)
     progress = state.progress
     parts: list[Text] = []
+    if state.attempt > 1:
+        parts.append(line(("attempt ", LABEL), (figures.count(state.attempt), VALUE)))
     if progress is not None and progress.step is not None:
         step = line(("step ", LABEL), (figures.count(progress.step), VALUE))
         if progress.steps:

@@ -68,6 +68,7 @@ STATES: dict[Word, tuple[str, Style]] = {
     Word.LAUNCHING: ("◔", _chip(SKY)),
     Word.CONNECTING: ("◌", _AWAY),
     Word.STOPPING: ("◧", _chip(ORANGE)),
+    Word.RESTARTING: ("⟳", _chip(ORANGE)),
     Word.ENDING: ("◧", _chip(ORANGE)),
     Word.STALLED: ("▲", _chip(ORANGE)),
     Word.STALE: ("○", _AWAY),

@@ -60,6 +60,9 @@ HEADLINES: list[tuple[str, Record]] = [
     ("STALLED 75s", {"mirror": mirror(), "status": status(), "progress": progress(75)}),
     ("STALLED 30s", {"mirror": mirror(), "status": status(age=30), "progress": progress()}),
     ("STOPPING", {"mirror": mirror(), "status": status("stopping")}),
+    ("RESTARTING 2/5 in 8s",
+     {"mirror": mirror(trainer="none"), "status": status("restarting", restart={
+         "next": NOW + AHEAD + 8, "count": 2, "limit": 5})}),
     ("ENDING", {"mirror": mirror(trainer="gone"), "status": status()}),
     ("ENDING", {"mirror": mirror(supervisor="gone"), "status": status(age=9)}),
     ("FINISHED", {"mirror": mirror(**GONE), "status": status("finished", exit_code=0)}),
@@ -240,3 +243,59 @@ def test_limits_shrink_together_for_tests_of_time() -> None:
 )
 def test_ages_are_short(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
+
+
+def of_attempt(attempt: int, kind: str, **fields: Any) -> Record:
+    return {"kind": kind, "attempt": attempt, "t": NOW + attempt, **fields}
+
+
+HISTORY = (
+    of_attempt(1, "start", payload="aa", pid=1),
+    of_attempt(1, "trainer_exited", exit_code=1, signal=None, step=150, runtime_s=9.0),
+    of_attempt(
+        1, "restart", state="failed", reason="boom", exit_code=1, signal=None, wait_s=10, count=1, limit=5
+    ),
+    of_attempt(2, "start", payload="aa", pid=1),
+    of_attempt(2, "trainer_exited", exit_code=3, signal=None, step=170, runtime_s=9.0),
+    of_attempt(2, "end", state="finished", reason="stopped on request", exit_code=3, signal=None),
+    of_attempt(3, "resume", by="me@laptop", payload="bb", payload_before="aa", changes={"steps": [200, 900]}),
+    of_attempt(3, "start", payload="bb", pid=2),
+)
+
+
+def test_every_attempt_is_known_with_how_it_began_and_ended() -> None:
+    found = state_of(mirror=mirror(), status=status(attempt=3), supervisor=HISTORY).attempts
+    told = [(a.number, a.begun_by, a.payload, a.state, a.exit_code, a.step, a.reason) for a in found]
+    assert told == [
+        (1, "launch", "aa", "failed", 1, 150, "boom"),
+        (2, "restart", "aa", "finished", 3, 170, "stopped on request"),
+        (3, "resume", "bb", "", None, None, ""),
+    ]
+    assert (found[2].by, found[2].changes) == ("me@laptop", {"steps": [200, 900]})
+
+
+def test_attempts_come_out_the_same_however_their_records_are_cut() -> None:
+    whole = state_of(supervisor=HISTORY).attempts
+    state = RunState()
+    for record in HISTORY:
+        state = reduce(state, News(supervisor=(record,)), NOW)
+    assert state.attempts == whole
+    again = reduce(state, News(supervisor=HISTORY[:1], restarted=frozenset({"supervisor.jsonl"})), NOW)
+    assert [attempt.number for attempt in again.attempts] == [1]
+
+
+def test_a_later_attempts_steps_replace_equal_and_higher_ones_of_earlier_attempts() -> None:
+    first = [of_attempt(1, "step", step=s, loss=1.0) for s in range(1, 151)]
+    second = [of_attempt(2, "step", step=s, loss=2.0) for s in range(101, 121)]
+    evaluations = [of_attempt(1, "eval", step=s, tau=1.0) for s in (0, 100, 150)]
+    found = state_of(events=(*first, *evaluations, *second, of_attempt(2, "eval", step=120, tau=2.0)))
+    loss = dict(found.curves["loss"].all_points)
+    assert (loss[100], loss[101], loss[120], max(loss)) == (1.0, 2.0, 2.0, 120)
+    assert [(e.attempt, e.step) for e in found.history.evaluations] == [(1, 0), (1, 100), (2, 120)]
+
+
+def test_the_word_of_an_older_attempt_ends_nothing() -> None:
+    own = {"kind": "exit", "attempt": 1, "outcome": "finished", "exit_code": 0}
+    found = judge(status=status(age=60, attempt=2), exit_record=own, mirror=mirror(**GONE),
+                  progress_t=None, now=NOW, limits=Limits())  # fmt: skip
+    assert found.word is Word.LOST
