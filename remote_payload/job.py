@@ -105,12 +105,13 @@ class Job:
 
     dataset: str = _key(
         _REQUIRED,
-        "Arrow file with input_ids and prompt_length. A relative path starts at the workspace;"
-        " 'payload:...' lies inside the shipped payload.",
+        "Samples with input_ids and loss_mask or prompt_length: a folder of save_to_disk, an Arrow or Parquet"
+        " file, or a folder of them. A relative path starts at the workspace; 'payload:...' lies inside the"
+        " shipped payload.",
         _not_empty,
     )
     held_out: str = _key(
-        "", "Arrow file of held-out prompts, never trained on; empty: no evaluation.", resumable=True
+        "", "Held-out prompts, as `dataset`, never trained on; empty: no evaluation.", resumable=True
     )
     token_budget: int = _key(
         32768, "Context tokens of a batch (rows x longest row) and of a packed row.", _at_least(16)
@@ -142,6 +143,12 @@ class Job:
     )
 
     anchors: int = _key(512, "Anchor slots of a packed row.", _at_least(1))
+    anchor_choice: str = _key(
+        "random",
+        "Where blocks begin: drawn at random from every eligible place, or uniform: every block_size tokens, so"
+        " that blocks do not overlap (an ablation).",
+        _one_of("random", "uniform"),
+    )
     gamma: float = _key(
         0.0, "Decay of the loss over block positions; 0: 7, 5 or 4 by block size.", _at_least(0)
     )
@@ -247,6 +254,11 @@ class Job:
             raise JobError(
                 f"{source}: init_from_target names {len(self.init_from_target)} layers: expected one for"
                 f" each of the drafter's {self.layers} layers"
+            )
+        if self.anchors < self.max_batch:
+            raise JobError(
+                f"{source}: anchors = {self.anchors} and max_batch = {self.max_batch}: expected an anchor slot for"
+                " each document of a row, or some are never learned from"
             )
         if self.bucket_edges[0] >= self.token_budget:
             raise JobError(f"{source}: token_budget = {self.token_budget}: no bucket fits into it")

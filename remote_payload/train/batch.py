@@ -5,9 +5,7 @@ pad before it. The drafter sees one fixed shape whatever the batch: the same doc
 of `token_budget` context tokens, and a fixed number of anchor slots, each with its block. Fixed shapes are
 what makes compilation safe, and keep the allocator from fragmenting (SpecForge's "late OOM").
 
-Anchors are drawn here, on the CPU, from (seed, epoch, sample) alone, so they are the same after a resume and
-for any number of replicas. They are counted per document, not per row: counted per row, 187 supervised
-tokens got 28 anchors (speculators #1071).
+Anchors are drawn here, on the CPU (`anchors.py`), so that no step waits for a device to have drawn them.
 
 Shapes: C context tokens of a row, A anchor slots, B block size.
 """
@@ -15,15 +13,17 @@ Shapes: C context tokens of a row, A anchor slots, B block size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from remote_payload.train.buckets import EpochPlan
-from remote_payload.train.dataset import NO_ANSWER, OUTSIDE_VOCABULARY, Dataset, Skipped
+from remote_payload.train.anchors import RANDOM, draw_order, eligible_places, share_slots
+from remote_payload.train.buckets import EpochPlan, epochs_from
+from remote_payload.train.dataset import Dataset
+from remote_payload.train.unusable import Findings, Skipped
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,6 +37,8 @@ class RowShape:
     block_size: int
     mask_token_id: int
     gamma: float
+    anchor_choice: str = RANDOM
+    """How anchors are chosen: `anchors.RANDOM` or `anchors.UNIFORM`."""
 
     @property
     def block_weights(self) -> npt.NDArray[np.float32]:
@@ -84,9 +86,13 @@ class Batch:
     weight: float
     """Sum of the row's loss weights."""
     supervised: int
-    """Anchors that could have been drawn, over all documents."""
+    """Eligible anchor places of all documents."""
     drawn: int
     """Anchors that were drawn."""
+    documents: int
+    """Documents with an eligible place."""
+    covered: int
+    """Documents with an anchor."""
 
     @property
     def tokens(self) -> int:
@@ -99,66 +105,84 @@ class Batch:
         return 1.0 - self.tokens / self.ids.numel()
 
 
-def share_slots(candidates: Sequence[int], slots: int) -> list[int]:
-    """How many of `slots` anchors each document gets: equal shares, what one cannot use goes to others.
-
-    >>> share_slots([2, 100, 100], 20)
-    [2, 9, 9]
-    """
-    shares = [0] * len(candidates)
-    order = sorted(range(len(candidates)), key=lambda i: candidates[i])
-    left = slots
-    for done, i in enumerate(order):
-        shares[i] = min(candidates[i], left // (len(order) - done))
-        left -= shares[i]
-    return shares
-
-
-def draw_anchors(supervised: npt.NDArray[np.bool_], key: Sequence[int]) -> Ints:
-    """All possible anchors of a document in an order that depends on `key` = (seed, epoch, sample) alone.
-
-    An anchor is a supervised token whose next token is supervised too; the caller takes the first few.
-    """
-    candidates = np.flatnonzero(supervised[:-1] & supervised[1:])
-    return np.random.default_rng(list(key)).permutation(candidates)
+@dataclasses.dataclass(slots=True)
+class _Document:
+    ids: Ints
+    supervised: npt.NDArray[np.bool_]
+    places: int
+    """Eligible anchor places."""
+    anchors: Ints
+    """In the order in which slots take them."""
 
 
 class BatchMaker:
     """Makes batches out of sample numbers; used by one thread."""
 
-    def __init__(self, dataset: Dataset, shape: RowShape, *, seed: int, vocabulary: int, pad_id: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        shape: RowShape,
+        *,
+        seed: int,
+        vocabulary: int,
+        pad_id: int,
+        skipped: Skipped | None = None,
+        findings: Findings | None = None,
+    ) -> None:
+        """`skipped` counts on what lengths found; `findings` is what an earlier attempt knew of samples."""
         self._dataset = dataset
         self._shape = shape
         self._seed = seed
         self._vocabulary = vocabulary
         self._pad_id = pad_id
-        self.skipped = Skipped()
-        """Samples found unusable when their ids were touched."""
-        self._seen: set[int] = set()
+        self._findings = findings or Findings(len(dataset))
+        self.skipped = skipped or Skipped()
+        """Samples left out so far. Those that content gives away count when the first epoch comes to them."""
 
-    def epoch(self, plan: EpochPlan, epoch: int, first_sequence: int) -> Iterator[Batch]:
-        """The batches of one epoch, numbered from `first_sequence`."""
-        for number, samples in enumerate(plan.batches):
-            yield self.make(samples, int(plan.buckets[number]), epoch, first_sequence + number)
+    def batches_from(
+        self,
+        plan: Callable[[int], EpochPlan],
+        first: int,
+        entered: Callable[[EpochPlan], None] = lambda _plan: None,
+    ) -> Iterator[Batch]:
+        """The run's batches without end, from sequence number `first` on; earlier ones are not read.
+
+        The same as what follows after `first` batches from 0, counts of unusable samples included.
+        `entered` hears of each epoch's plan when its first batch here is due.
+        """
+        begun = plan(0).batches[:first]
+        if begun:
+            for sample in self._findings.unusable(np.concatenate(begun)).tolist():
+                self.skipped.add(self._findings.reason(sample) or "", [sample])
+        for epoch, this, at in epochs_from(plan, first):
+            entered(this)
+            yield from self.epoch(this, epoch, at, max(0, first - at))
+
+    def epoch(self, plan: EpochPlan, epoch: int, first_sequence: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch, whose first has the number `first_sequence`, from its `start`-th on."""
+        for number in range(start, len(plan.batches)):
+            bucket = int(plan.buckets[number])
+            yield self.make(plan.batches[number], bucket, epoch, first_sequence + number)
 
     def make(self, samples: Ints, bucket: int, epoch: int, sequence: int) -> Batch:
         """The batch of `samples`. A sample that cannot be used keeps its place and gets no anchor."""
         documents = [self._document(int(sample), epoch) for sample in samples]
         shape = self._shape
-        lengths = [len(ids) for ids, _, _ in documents]
+        lengths = [len(document.ids) for document in documents]
         padded = np.full((len(documents), max(lengths)), self._pad_id, np.int64)
-        for i, (ids, _, _) in enumerate(documents):
-            padded[i, : len(ids)] = ids
-        shares = share_slots([len(anchors) for _, _, anchors in documents], shape.anchors)
+        for i, document in enumerate(documents):
+            padded[i, : lengths[i]] = document.ids
+        shares = share_slots([len(document.anchors) for document in documents], shape.anchors)
         row = empty_row(shape)
         label_weights = shape.block_weights
         start = slot = 0
-        for (ids, supervised, anchors), share in zip(documents, shares, strict=True):
+        for document, share in zip(documents, shares, strict=True):
+            ids = document.ids
             row.positions[start : start + len(ids)] = torch.arange(len(ids))
             if share:
-                chosen = np.sort(anchors[:share])
+                chosen = np.sort(document.anchors[:share])
                 where = slice(slot, slot + share)
-                labels, valid = _labels(ids, supervised, chosen, shape.block_size)
+                labels, valid = _labels(ids, document.supervised, chosen, shape.block_size)
                 row.starts[where] = start
                 row.anchors[where] = torch.from_numpy(chosen + start)
                 row.block_tokens[where, 0] = torch.from_numpy(ids[chosen])
@@ -176,25 +200,30 @@ class BatchMaker:
             lengths=lengths,
             row=row,
             weight=float(row.weights.sum(dtype=torch.float64)),
-            supervised=sum(len(anchors) for _, _, anchors in documents),
+            supervised=sum(document.places for document in documents),
             drawn=slot,
+            documents=sum(document.places > 0 for document in documents),
+            covered=sum(share > 0 for share in shares),
         )
 
-    def _document(self, sample: int, epoch: int) -> tuple[Ints, npt.NDArray[np.bool_], Ints]:
+    def _document(self, sample: int, epoch: int) -> _Document:
+        findings = self._findings
+        fresh = not findings.known(sample)
+        if fresh:
+            findings.set(sample, self._dataset.look(sample, self._vocabulary))
+        reason = findings.reason(sample)
+        if reason:
+            if fresh or epoch == 0:
+                self.skipped.add(reason, [sample])
+            length = int(self._dataset.lengths[sample])
+            nothing = np.zeros(0, np.int64)
+            return _Document(np.full(length, self._pad_id, np.int64), np.zeros(length, np.bool_), 0, nothing)
         ids = self._dataset.ids(sample).astype(np.int64)
         supervised = self._dataset.supervised(sample)
-        if ids.min() < 0 or ids.max() >= self._vocabulary:
-            self._skip(sample, OUTSIDE_VOCABULARY)
-            return np.full_like(ids, self._pad_id), np.zeros_like(supervised), ids[:0]
-        anchors = draw_anchors(supervised, (self._seed, epoch, sample))
-        if not len(anchors):
-            self._skip(sample, NO_ANSWER)
-        return ids, supervised, anchors
-
-    def _skip(self, sample: int, reason: str) -> None:
-        if sample not in self._seen:
-            self._seen.add(sample)
-            self.skipped.add(reason, [sample])
+        places = eligible_places(supervised)
+        key = (self._seed, epoch, sample)
+        order = draw_order(places, key, self._shape.anchor_choice, self._shape.block_size)
+        return _Document(ids, supervised, len(places), order)
 
 
 def empty_row(shape: RowShape) -> Row:

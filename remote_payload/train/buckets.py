@@ -7,7 +7,8 @@ the token budget, and rows within `max_batch`. The batches of all buckets are sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -62,15 +63,30 @@ def plan_epoch(
     return EpochPlan([batches[i] for i in order], np.asarray(owners, np.int64)[order])
 
 
+def epochs_from(plan: Callable[[int], EpochPlan], sequence: int) -> Iterator[tuple[int, EpochPlan, int]]:
+    """The epochs without end, from the one that holds batch number `sequence` of the run.
+
+    Each with its plan and the number of its first batch. Epochs before it are planned, since they differ by a
+    few batches, but nothing of their content is read.
+    """
+    first = 0
+    for epoch in itertools.count():
+        this = plan(epoch)
+        assert this.batches, "a plan without batches has no next one"
+        if sequence < first + len(this.batches):
+            yield epoch, this, first
+        first += len(this.batches)
+
+
 def _cuts(lengths: list[int], token_budget: int, max_batch: int) -> list[int]:
     """Where each batch starts when samples are taken in order until one more would not fit."""
     starts: list[int] = []
-    rows = longest = 0
+    rows, longest = max_batch, 0
     for place, length in enumerate(lengths):
-        wider = max(longest, length)
-        if not starts or rows == max_batch or (rows + 1) * wider > token_budget:
+        rows += 1
+        if length > longest:
+            longest = length
+        if rows > max_batch or rows * longest > token_budget:
             starts.append(place)
             rows, longest = 1, length
-        else:
-            rows, longest = rows + 1, wider
     return starts

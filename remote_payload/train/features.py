@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +66,15 @@ class FeatureCache:
         self._present = torch.from_file(str(present), shared=True, size=len(dataset), dtype=torch.uint8)
 
     @staticmethod
-    def key(dataset: Path, target: str, tap_layers: tuple[int, ...], dtype: torch.dtype) -> str:
-        """Names a cache by all that its content depends on; reads the dataset once.
+    def key(dataset: Sequence[Path], target: str, tap_layers: tuple[int, ...], dtype: torch.dtype) -> str:
+        """Names a cache by all that its content depends on; reads the dataset's files once.
 
         A folder may hold another model tomorrow, so the size and time of its weights are in the name too.
         """
-        with dataset.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
+        digest = hashlib.sha256()
+        for path in dataset:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         files = [(path.name, path.stat()) for path in sorted(Path(target).glob("*.safetensors"))]
         weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         digest.update(repr((target, weights, tap_layers, str(dtype), torch.__version__)).encode())

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import queue
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,23 +29,25 @@ from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
 
 
-def read(run: Run, status: ThreadStatus) -> None:
-    """The reader: batches of one epoch after the other, as many as the run has steps for."""
+def read(run: Run, status: ThreadStatus, first: int = 0) -> None:
+    """The reader: batches from number `first` of the run on, as many as it has steps for.
+
+    Raises DataError when a whole epoch, or all that the run has steps for, holds nothing to learn from.
+    """
     status.enter("reading")
     skipped = run.maker.skipped
     named = {reason: len(samples) for reason, samples in skipped.first.items()}
-    left = run.steps * run.rows_per_step
+    left = max(0, run.steps * run.rows_per_step - first)
+    judged = run.batches_per_epoch if first else min(left, run.batches_per_epoch)
     drawn = 0
-    for number, batch in enumerate(itertools.islice(_all_batches(run), left), 1):
-        for reason, samples in skipped.first.items():
-            for sample in samples[named.get(reason, 0) :]:
-                run.log(f"Left out sample {sample}: {reason}")
-            named[reason] = len(samples)
-        run.progress.update(skipped=dict(skipped.count))
+    batches = run.maker.batches_from(
+        run.plan, first, lambda plan: run.progress.set_plan(plan.counts(len(run.progress.buckets)))
+    )
+    for number, batch in enumerate(itertools.islice(batches, left), 1):
+        name_unusable(run, named)
         drawn += batch.drawn
-        if not drawn and number in (run.batches_per_epoch, left):
-            why = "; ".join(f"{count} {reason}" for reason, count in skipped.count.items())
-            raise DataError(f"{run.job.dataset}: none of its samples can be used: {why}")
+        if not drawn and number == judged:
+            raise DataError(f"{run.job.dataset}: none of its samples can be used: {skipped}")
         status.enter("waiting for the targets", bucket=batch.bucket)
         run.batches.put(batch.sequence, batch)
         status.enter("reading")
@@ -55,13 +56,15 @@ def read(run: Run, status: ThreadStatus) -> None:
     run.batches.close()
 
 
-def _all_batches(run: Run) -> Iterator[Batch]:
-    first = 0
-    for epoch in itertools.count():
-        plan = run.plan(epoch)
-        run.progress.set_plan(plan.counts(len(run.progress.buckets)))
-        yield from run.maker.epoch(plan, epoch, first)
-        first += len(plan.batches)
+def name_unusable(run: Run, named: dict[str, int]) -> None:
+    """Say which samples content gave away since `named` (how many of each reason were said) was updated."""
+    skipped = run.maker.skipped
+    for reason, samples in skipped.first.items():
+        for sample in samples[named.get(reason, 0) :]:
+            run.log(f"Left out sample {sample}: {reason}")
+            run.events.write("unusable", sample=sample, reason=reason)
+        named[reason] = len(samples)
+    run.progress.update(skipped=dict(skipped.count))
 
 
 def run_target(

@@ -17,7 +17,7 @@ from remote_payload.job import PAYLOAD_PREFIX, Job, JobError
 from remote_payload.rundir import RecordWriter
 from remote_payload.train.batch import BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
-from remote_payload.train.dataset import DataError, Dataset, Skipped
+from remote_payload.train.dataset import Dataset
 from remote_payload.train.devices import compute_dtype, resolve_devices
 from remote_payload.train.drafter import DrafterConfig, choose_taps
 from remote_payload.train.evaluation import Evaluation, held_out_prompts
@@ -29,6 +29,14 @@ from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import check_mask_token, read_config, special_ids
+from remote_payload.train.unusable import DataError, Findings, Skipped
+
+DATASET_CACHE = Path("cache", "datasets")
+"""Where in the workspace converted datasets lie."""
+
+FINDINGS = "samples-{}.seen"
+"""The file of a run directory that keeps what content said of each sample; {} is the dataset's
+fingerprint."""
 
 
 def prepare(
@@ -37,15 +45,14 @@ def prepare(
     """Read what the job names and set the run up. Raises JobError or DataError for what cannot be used."""
     workspace = run_dir.parent.parent
     job.targets, job.drafters = resolve_devices(job.targets), resolve_devices(job.drafters)
-    dataset = Dataset.open(locate(job.dataset, workspace))
+    dataset = Dataset.open(locate(job.dataset, workspace), workspace / DATASET_CACHE, log)
     log(f"{len(dataset)} samples loaded (Arrow-backed, lazy access)")
     skipped = Skipped()
     longest = min(job.bucket_edges[-1] - 1, job.token_budget)
     usable = dataset.usable(job.bucket_edges[0], longest, skipped)
     buckets = np.where(usable, bucket_of(dataset.lengths, job.bucket_edges), -1)
     if not usable.any():
-        why = "; ".join(f"{count} {reason}" for reason, count in skipped.count.items())
-        raise DataError(f"{dataset.path}: none of its {len(dataset)} samples can be used: {why}")
+        raise DataError(f"{dataset.path}: none of its {len(dataset)} samples can be used: {skipped}")
     plan = functools.lru_cache(maxsize=2)(
         lambda epoch: plan_epoch(
             dataset.lengths,
@@ -78,14 +85,22 @@ def prepare(
         block_size=job.block_size,
         mask_token_id=job.mask_token_id,
         gamma=job.gamma or default_gamma(job.block_size),
+        anchor_choice=job.anchor_choice,
     )
     steps = job.steps or max(1, round(job.epochs * batches / rows_per_step))
     events.write(
         "start", steps=steps, rows_per_step=rows_per_step, steps_per_epoch=round(batches / rows_per_step, 2)
     )
     progress.update(steps=steps, skipped=dict(skipped.count))
-    maker = BatchMaker(dataset, shape, seed=job.seed, vocabulary=text.vocab_size, pad_id=0)
-    maker.skipped = skipped
+    maker = BatchMaker(
+        dataset,
+        shape,
+        seed=job.seed,
+        vocabulary=text.vocab_size,
+        pad_id=0,
+        skipped=skipped,
+        findings=Findings(len(dataset), run_dir / FINDINGS.format(dataset.fingerprint)),
+    )
     run = Run(
         job=job,
         run_dir=run_dir,
@@ -159,7 +174,7 @@ def open_cache(
     if job.features != "cached":
         return None
     dtype = compute_dtype(job.target_dtype, torch.device(job.targets[0]))
-    key = FeatureCache.key(dataset.path, model, config.tap_layers, dtype)
+    key = FeatureCache.key(dataset.files, model, config.tap_layers, dtype)
     cache = FeatureCache(
         workspace / "cache" / "features" / key, dataset, len(config.tap_layers) * config.width
     )
@@ -174,7 +189,7 @@ def open_evaluation(
     if not job.held_out:
         log("No held_out in the job: tau will be training's estimate only")
         return None
-    dataset = Dataset.open(locate(job.held_out, workspace))
+    dataset = Dataset.open(locate(job.held_out, workspace), workspace / DATASET_CACHE, log)
     prompts = held_out_prompts(dataset, job.eval_prompts, vocabulary)
     if not prompts:
         raise DataError(

@@ -112,6 +112,7 @@ REFUSED: dict[str, Any] = {
     "mask_token_id": -1,
     "taps": 0,
     "anchors": 0,
+    "anchor_choice": "grid",
     "gamma": -0.5,
     "learning_rate": 0.0,
     "warmup": 1.5,

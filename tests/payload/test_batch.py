@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remote_payload.train.batch import Batch, BatchMaker, RowShape, draw_anchors, empty_row, share_slots
+from remote_payload.train.batch import Batch, BatchMaker, RowShape, empty_row
 from remote_payload.train.buckets import EpochPlan
-from remote_payload.train.dataset import NO_ANSWER, OUTSIDE_VOCABULARY, Dataset
+from remote_payload.train.dataset import Dataset
+from remote_payload.train.unusable import NO_ANSWER, OUTSIDE_VOCABULARY
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 SHAPE = RowShape(token_budget=128, anchors=16, block_size=4, mask_token_id=MASK, gamma=4.0)
@@ -104,16 +105,6 @@ def test_a_label_behind_a_gap_in_the_supervision_carries_no_loss(tmp_path: Path)
     assert batch.row.labels[found[4]].tolist() == [12, 13, 0]
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(0, 2**31))
-def test_anchors_are_all_supervised_tokens_whose_next_is_supervised_each_once(
-    supervised: list[bool], seed: int
-) -> None:
-    drawn = draw_anchors(np.asarray(supervised), (seed, 0, 3)).tolist()
-    assert sorted(drawn) == [
-        place for place in range(len(supervised) - 1) if supervised[place] and supervised[place + 1]
-    ]
-
-
 def test_a_document_draws_the_same_anchors_in_any_company_and_more_slots_only_add_to_them(
     tmp_path: Path,
 ) -> None:
@@ -154,18 +145,6 @@ def test_slots_are_shared_per_document_and_coverage_is_counted(tmp_path: Path) -
     by_sample = [sum(sample == wanted for sample, _ in anchors_of(batch)) for wanted in range(3)]
     assert by_sample == [6, 5, 5]  # the short document has only five candidates
     assert (batch.supervised, batch.drawn) == (57 + 5 + 47, 16)
-
-
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(0, 200))
-def test_sharing_gives_away_every_slot_that_somebody_can_use_and_favours_nobody(
-    candidates: list[int], slots: int
-) -> None:
-    shares = share_slots(candidates, slots)
-    assert all(0 <= share <= wanted for share, wanted in zip(shares, candidates, strict=True))
-    assert sum(shares) == min(slots, sum(candidates))
-    unsatisfied = [share for share, wanted in zip(shares, candidates, strict=True) if share < wanted]
-    if unsatisfied:  # nobody who could use more has two less than anybody else
-        assert max(shares) - min(unsatisfied) <= 1
 
 
 def test_ids_outside_the_vocabulary_are_counted_once_never_reach_the_target_and_draw_nothing(

@@ -97,7 +97,7 @@ def test_a_cache_is_named_by_all_that_its_content_depends_on(tmp_path: Path, dat
         taps: tuple[int, ...] = (1, 3),
         dtype: torch.dtype = torch.float32,
     ) -> str:
-        return FeatureCache.key(data, str(target), taps, dtype)
+        return FeatureCache.key([data], str(target), taps, dtype)
 
     first = key()
     assert key() == first

@@ -1,0 +1,157 @@
+"""Parquet, and compressed Arrow, written once as plain Arrow into the workspace's cache.
+
+Neither can be read in place. The copy is named after all that it depends on (path, size, time and row groups
+of each file), so that a changed dataset is converted again and an unchanged one never; it is written beside
+and renamed, and a record batch at a time, so that a dataset larger than memory can be converted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from remote_payload.train.arrow_source import Log, Shard, is_parquet
+from remote_payload.train.columns import READ, supervision
+from remote_payload.train.unusable import DataError
+
+BATCH_ROWS = 1024
+"""Rows of a record batch that is read from Parquet: a few MiB of ids."""
+
+ABANDONED_S = 3600.0
+"""A half-written copy that nobody wrote to for so long belongs to a process that was killed."""
+
+
+def converted(path: Path, files: Sequence[Path], cache: Path, log: Log) -> Path:
+    """The plain Arrow copy of `files`, the data of `path`, in the folder `cache`; made when it is not there.
+
+    Raises DataError for a file or a column that cannot be read, and when the disk is too small.
+    """
+    stamps = [_stamp(file) for file in files]
+    family = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    state = hashlib.sha256(repr((stamps, READ)).encode()).hexdigest()[:12]
+    copy = cache / f"{family}-{state}.arrow"
+    if copy.exists():
+        log(f"{path} was converted to Arrow earlier: {copy}")
+        return copy
+    for file in files:
+        supervision(file, _schema(file))
+    start = time.monotonic()
+    part = copy.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_outdated(cache, family)
+        _check_space(path, files, cache)
+        log(f"Converting {path} ({len(files)} files) to Arrow, once...")
+        samples = _write(part, files)
+        part.replace(copy)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be converted to Arrow in {cache}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    log(f"Converted {samples} samples in {time.monotonic() - start:.1f} s: {copy}")
+    return copy
+
+
+def _write(part: Path, files: Sequence[Path]) -> int:
+    """Write the samples of all `files` to `part`, synced; how many they are."""
+    columns = _read_columns(_schema(files[0]))
+    schema = pa.schema([_schema(files[0]).field(name) for name in columns])
+    samples = 0
+    with part.open("wb") as sink:
+        with pa.ipc.new_file(sink, schema) as writer:
+            for file in files:
+                if not set(columns) <= set(_schema(file).names):
+                    raise DataError(f"{file}: has other columns than {files[0].name}; expected {columns}")
+                try:
+                    for batch in _batches(file, columns):
+                        writer.write_batch(_as(batch, schema))
+                        samples += batch.num_rows
+                except pa.ArrowException as error:
+                    raise DataError(f"{file}: cannot be read ({error}); write it again") from error
+        sink.flush()
+        os.fsync(sink.fileno())
+    return samples
+
+
+def _batches(file: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    if not is_parquet(file):
+        for batch in Shard(file).stream():
+            yield batch.select(columns)
+        return
+    with pq.ParquetFile(file, pre_buffer=False) as source:
+        yield from source.iter_batches(BATCH_ROWS, columns=columns)
+
+
+def _as(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """`batch` with the columns of `schema`, in its order and types."""
+    columns = [batch.column(field.name).cast(field.type) for field in schema]
+    return pa.record_batch(columns, schema=schema)
+
+
+def _read_columns(schema: pa.Schema) -> list[str]:
+    return [name for name in READ if name in schema.names]
+
+
+def _schema(file: Path) -> pa.Schema:
+    if not is_parquet(file):
+        return Shard(file).schema
+    try:
+        return pq.read_schema(file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{file}: is no complete Parquet file ({error}); write it again") from error
+
+
+def _stamp(file: Path) -> tuple[str, int, int, int]:
+    """What a copy of `file` depends on: path, size, time of change in ns, row groups (0 of Arrow)."""
+    groups = 0
+    if is_parquet(file):
+        try:
+            groups = int(pq.read_metadata(file).num_row_groups)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{file}: is no complete Parquet file ({error}); write it again") from error
+    stat = file.stat()
+    return str(file.resolve()), stat.st_size, stat.st_mtime_ns, groups
+
+
+def _check_space(path: Path, files: Sequence[Path], cache: Path) -> None:
+    """Raise DataError when the copy will not fit: it takes about what the files' columns do, decompressed."""
+    needed = 0
+    for file in files:
+        if is_parquet(file):
+            needed += _uncompressed(pq.read_metadata(file))
+        else:
+            needed += file.stat().st_size
+    free = shutil.disk_usage(cache).free
+    if needed > free:
+        raise DataError(
+            f"{path}: its Arrow copy in {cache} needs about {needed / 2**30:.1f} GiB, and"
+            f" {free / 2**30:.1f} GiB are free; make room, or write the dataset as uncompressed Arrow"
+        )
+
+
+def _uncompressed(metadata: pq.FileMetaData) -> int:
+    """Bytes of the columns that are read, decompressed (encodings of Parquet may still make them smaller)."""
+    chunks = (
+        metadata.row_group(group).column(column)
+        for group in range(metadata.num_row_groups)
+        for column in range(metadata.num_columns)
+    )
+    return sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in READ)
+
+
+def _remove_outdated(cache: Path, family: str) -> None:
+    """Remove copies of what the same path held before, and what a killed process left half written."""
+    for old in cache.glob(f"{family}-*"):
+        abandoned = old.suffix == ".part" and time.time() - old.stat().st_mtime > ABANDONED_S
+        if old.suffix == ".arrow" or abandoned:
+            old.unlink(missing_ok=True)
