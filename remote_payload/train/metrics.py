@@ -87,6 +87,10 @@ class BucketProgress:
     planned_share: float = 0.0
     batches: int = 0
     tokens: int = 0
+    drawn: int = 0
+    candidates: int = 0
+    documents: int = 0
+    covered: int = 0
     padding: float = 0.0
     seconds: float = 0.0
     loss: float | None = None
@@ -103,6 +107,7 @@ class BucketProgress:
             "batches": self.batches,
             "tokens": self.tokens,
             "padding_share": rounded(self.padding / self.batches, 4) if self.batches else None,
+            "anchor_coverage_share": rounded(_over(self.drawn, self.candidates), 4),
             "tokens_per_s": rounded(_over(self.tokens, self.seconds), 1),
             "loss": rounded(self.loss, 4),
             "peak_gib": rounded(self.peak_gib, 3),
@@ -167,8 +172,26 @@ class Progress:
             bucket = self.buckets[batch.bucket]
             bucket.batches += 1
             bucket.tokens += batch.tokens
+            bucket.drawn += batch.drawn
+            bucket.candidates += batch.supervised
+            bucket.documents += batch.documents
+            bucket.covered += batch.covered
             bucket.padding += batch.padding_share
             bucket.seconds += seconds
+
+    def coverage(self) -> dict[str, float | None]:
+        """Shares of the eligible anchor places that were drawn, and of the documents that drew one, so far."""
+        with self.lock:
+            return self._coverage()
+
+    def _coverage(self) -> dict[str, float | None]:
+        covered, documents = (
+            sum(getattr(bucket, name) for bucket in self.buckets) for name in ("covered", "documents")
+        )
+        return {
+            "anchor_coverage_share": rounded(_over(self.drawn, self.candidates), 4),
+            "document_coverage_share": rounded(_over(covered, documents), 4),
+        }
 
     def target_peak(self, bucket: int, peak_gib: float) -> None:
         """Note the most memory a target's device held during a batch of `bucket`."""
@@ -207,7 +230,7 @@ class Progress:
                 **self.values,
                 "tokens": self.tokens,
                 "anchors": self.drawn,
-                "anchor_coverage_share": rounded(_over(self.drawn, self.candidates), 4),
+                **self._coverage(),
                 "wait": {
                     f"{role}s_share": rounded(_over(sum(shares), len(shares)), 3)
                     for role, shares in sides.items()

@@ -207,6 +207,7 @@ def report(
         accuracy=reading.accuracy,
         gradient_norm=norm,
         learning_rate=rate,
+        **run.progress.coverage(),
         tokens_per_s=rates["tokens_per_s"],
         step_s=rates["step_s"],
         bucket=batch.bucket if batch else None,

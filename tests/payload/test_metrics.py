@@ -22,7 +22,7 @@ from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 FIELDS = """
 phase step steps epoch eta_s loss loss_ema tau_estimate
-tau tau_step gradient_norm learning_rate tokens anchors anchor_coverage_share tokens_per_s
+tau tau_step gradient_norm learning_rate tokens anchors anchor_coverage_share document_coverage_share tokens_per_s
 step_s mfu_share execution recompiles nonfinite_steps wait queues buckets
 threads devices skipped checkpoint
 """
@@ -113,6 +113,13 @@ def test_rows_are_counted_into_their_buckets_and_coverage_is_drawn_over_possible
     first, second = seen["buckets"]
     assert (first["low"], first["high"], second["low"], second["high"]) == (0, 30, 30, 64)
     assert (first["batches"], second["batches"]) == (1, 2)
+    for bucket, rows in ((first, batches[:1]), (second, batches[1:])):
+        share = sum(b.drawn for b in rows) / sum(b.supervised for b in rows)
+        assert bucket["anchor_coverage_share"] == pytest.approx(share, abs=1e-4)
+    assert seen["document_coverage_share"] == 1.0
+    assert progress.coverage() == {
+        name: seen[name] for name in ("anchor_coverage_share", "document_coverage_share")
+    }
     assert (first["planned_share"], second["planned_share"]) == (0.25, 0.75)
     assert second["tokens"] == len(samples[2]) + len(samples[3]) and second["padding_share"] == 0.0
     assert second["tokens_per_s"] == pytest.approx(second["tokens"] / 1.0)
