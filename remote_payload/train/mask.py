@@ -66,31 +66,63 @@ def block_mask(starts: Tensor, anchors: Tensor, context: int, block_size: int, r
     """The BlockMask of `rule` from the least and greatest anchor of each query tile.
 
     A tile of context is full when every block of the query tile sees all of it, partial when some may see
-    some of it. `starts`, `anchors` as in `dense_mask`, of a shape for which `tiles_fit`.
+    some of it. Of the context both are found in one stretch each, so their places are counted and not sorted.
+    The blocks' own tile comes first among the partial ones: in it no query's row is empty.
+
+    `starts`, `anchors` as in `dense_mask`, of a shape for which `tiles_fit`.
     """
     queries = len(anchors) * block_size
-    rows, columns = queries // TILE, (context + queries) // TILE
+    rows, columns, edge = queries // TILE, (context + queries) // TILE, context // TILE
     by_tile = (rows, TILE // block_size)
-    first, latest_start = (f(starts.view(by_tile), 1)[:, None] for f in (torch.amin, torch.amax))
-    least, last = (f(anchors.view(by_tile), 1)[:, None] for f in (torch.amin, torch.amax))
-    begin = torch.arange(columns, device=anchors.device)[None] * TILE
-    row = torch.arange(rows, device=anchors.device)[:, None]
-    in_context = begin < context
-    full = in_context & (begin >= latest_start) & (begin + TILE <= least)
-    touched = in_context & (begin < last) & (begin + TILE > first)
-    own = ~in_context & ((begin - context) // TILE == row)
-    partial = (touched & ~full) | own
-    return BlockMask.from_kv_blocks(
-        *_counted(partial),
-        *_counted(full),
-        BLOCK_SIZE=TILE,
-        mask_mod=rule,
+    first, latest_start = (f(starts.view(by_tile), 1) for f in (torch.amin, torch.amax))
+    least, last = (f(anchors.view(by_tile), 1) for f in (torch.amin, torch.amax))
+    low, high = first // TILE, (last + TILE - 1) // TILE  # tiles low..high-1 are touched
+    full_low = (latest_start + TILE - 1) // TILE
+    full_count = (least // TILE - full_low).clamp(min=0)
+    before = torch.where(
+        full_count > 0, full_low - low, (high - low).clamp(min=0)
+    )  # partial, before the full
+    after = torch.where(full_count > 0, high - full_low - full_count, 0)
+    place = torch.arange(columns, device=anchors.device)
+    row = torch.arange(rows, device=anchors.device)
+    turn = (place - 1)[None]
+    left, right = low[:, None] + turn, (full_low + full_count - before)[:, None] + turn
+    partial = torch.where(turn < before[:, None], left, right)
+    partial[:, 0] = edge + row
+    full = full_low[:, None] + place
+    begin = full_low[:, None]
+    is_full = (place >= begin) & (place < begin + full_count[:, None])
+    touched = (place >= low[:, None]) & (place < high[:, None]) | (place == (edge + row)[:, None])
+    numbers = [
+        (1 + before + after, partial),
+        (full_count, full),
+        _by_column(touched & ~is_full),
+        _by_column(is_full),
+    ]
+    kv, full_kv, q, full_q = (
+        (count.to(torch.int32)[None, None], index.clamp(0, columns - 1).to(torch.int32)[None, None])
+        for count, index in numbers
+    )
+    return BlockMask(
         seq_lengths=(queries, context + queries),
+        kv_num_blocks=kv[0],
+        kv_indices=kv[1],
+        full_kv_num_blocks=full_kv[0],
+        full_kv_indices=full_kv[1],
+        q_num_blocks=q[0],
+        q_indices=q[1],
+        full_q_num_blocks=full_q[0],
+        full_q_indices=full_q[1],
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=rule,
     )
 
 
-def _counted(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of each row are set [1, 1, rows], and their columns first [1, 1, rows, columns]."""
-    count = tiles.sum(-1, dtype=torch.int32)
-    columns = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None, None], columns[None, None]
+def _by_column(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `tiles` [rows, columns] bool: set ones of each column [columns], and their rows [columns, rows]."""
+    rows, columns = tiles.shape
+    by_column = tiles.T
+    place = torch.where(by_column, by_column.cumsum(1) - 1, rows)
+    index = torch.zeros(columns, rows + 1, dtype=torch.int64, device=tiles.device)
+    index.scatter_(1, place, torch.arange(rows, device=tiles.device).expand(columns, rows))
+    return by_column.sum(1), index[:, :rows]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from remote_payload.train.drafter import attend
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
@@ -144,6 +144,37 @@ def test_the_block_mask_of_one_long_document_has_exactly_the_tiles_that_torch_fi
     theirs = create_block_mask(rule, None, None, 128, 5 * TILE, device="cpu")
     mine = block_mask(starts, anchors, row.context, row.block, rule)
     assert mine.to_dense().bool().equal(theirs.to_dense().bool())
+
+
+@settings(deadline=None, max_examples=40)
+@given(packed_rows(context=3 * TILE, slots=TILE // 4, block=8))
+def test_the_backward_lists_are_the_forward_ones_turned_around_as_torch_turns_them(row: Packed) -> None:
+    starts, anchors = row.tensors()
+    rule = mask_mod(starts, anchors, row.context, row.block)
+    mine = block_mask(starts, anchors, row.context, row.block, rule)
+    theirs = BlockMask.from_kv_blocks(
+        mine.kv_num_blocks,
+        mine.kv_indices,
+        mine.full_kv_num_blocks,
+        mine.full_kv_indices,
+        BLOCK_SIZE=TILE,
+        mask_mod=rule,
+        seq_lengths=mine.seq_lengths,
+    )
+    for kind in ("q", "full_q"):
+        count, found = getattr(mine, f"{kind}_num_blocks"), getattr(mine, f"{kind}_indices")
+        assert count.equal(getattr(theirs, f"{kind}_num_blocks"))
+        expected = getattr(theirs, f"{kind}_indices")
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+        for column, used in enumerate(count.flatten().tolist()):
+            assert found[0, 0, column, :used].equal(expected[0, 0, column, :used])
+
+
+def test_the_blocks_own_tile_comes_first_so_that_no_query_meets_an_empty_tile_first() -> None:
+    row = Packed([300, 84], [3 + 10 * n for n in range(32)], 32, 3 * TILE, 8)
+    starts, anchors = row.tensors()
+    mask = block_mask(starts, anchors, row.context, row.block, mask_mod(starts, anchors, row.context, 8))
+    assert mask.kv_indices[0, 0, :, 0].tolist() == [3, 4]
 
 
 @settings(deadline=None, max_examples=8)
