@@ -29,6 +29,13 @@ def _preflight(workspace: str = "") -> int:
     return 0
 
 
+def _gpu_use(workspace: str) -> int:
+    from remote_payload.gpu_use import gpu_use
+
+    _answer(gpu_use(Path(workspace)))
+    return 0
+
+
 def _start(workspace: str, run_id: str) -> int:
     from remote_payload.rundir import decode
     from remote_payload.start import StartError, start
@@ -123,6 +130,7 @@ def _train(run_dir: str, attempt: str) -> int:
 
 COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "preflight": (_preflight, "[WORKSPACE]"),
+    "gpu-use": (_gpu_use, "WORKSPACE"),
     "start": (_start, "WORKSPACE RUN_ID"),
     "resume": (_resume, "RUN_DIR"),
     "supervise": (_supervise, "RUN_DIR"),

@@ -10,34 +10,36 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from remote_payload import identity
+from remote_payload import identity, nvidia_smi
 from remote_payload.gpu import COMMAND
+from remote_payload.gpu_use import gpu_use
+from remote_payload.nvidia_smi import NvidiaSmiError
 
 MODULES = ("torch", "transformers", "pyarrow", "safetensors")
 
-_PATIENCE_S = 20.0
-
 
 def preflight(workspace: Path) -> dict[str, Any]:
-    """One object: `python`, `executable`, `modules`, `gpus`, `workspace`, `boot_id`, `t`.
+    """One object: `python`, `executable`, `modules`, `gpus`, `use`, `workspace`, `boot_id`, `t`.
 
-    `modules`: version or null by name; `gpus`: a number, or the reason why there is none; `workspace`:
-    `path`, `free_gib` (null where it cannot be told), `writable`.
+    `modules`: version or null by name; `gpus`: a number, or the reason why there is none; `use`: see
+    `gpu_use`; `workspace`: `path`, `free_gib` (null where it cannot be told), `writable`.
     """
     existing = next(path for path in (workspace, *workspace.parents) if path.exists())
+    with ThreadPoolExecutor(1) as pool:  # each nvidia-smi takes a second or more on some machines
+        gpus = pool.submit(count_gpus)
+        use = gpu_use(workspace)
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         "modules": {name: _version(name) for name in MODULES},
-        "gpus": count_gpus(),
+        "gpus": gpus.result(),
+        "use": use,
         "workspace": {
             "path": str(workspace),
             "free_gib": _free_gib(existing),
@@ -48,29 +50,14 @@ def preflight(workspace: Path) -> dict[str, Any]:
     }
 
 
-def count_gpus(command: str = COMMAND, patience: float = _PATIENCE_S) -> int | str:
+def count_gpus(command: str = COMMAND, patience: float = nvidia_smi.PATIENCE_S) -> int | str:
     """How many GPUs `nvidia-smi -L` lists, or the reason why it lists none."""
-    if shutil.which(command) is None:
-        return f"{command} is not installed here"
-    process = subprocess.Popen(
-        [command, "-L"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
     try:
-        output = process.communicate(timeout=patience)[0].decode("utf-8", "replace")
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.stdout:
-            process.stdout.close()
-        process.returncode = -signal.SIGKILL  # in state D it does not die even so: nobody waits for it
-        return f"{command} gave no answer for {patience:g} s"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+        lines = nvidia_smi.ask(["-L"], command=command, patience=patience)
+    except NvidiaSmiError as error:
+        return str(error)
     gpus = sum(line.startswith("GPU ") and "UUID" in line for line in lines)
-    return gpus or (lines[0] if lines else f"{command} ended with exit status {process.returncode}")
+    return gpus or (lines[0] if lines else f"{command} listed nothing")
 
 
 def _version(name: str) -> str | None:
