@@ -31,6 +31,7 @@ _EXPECTED = {
     "int_type": "expected a whole number",
     "float_type": "expected a number of seconds",
     "string_type": "expected a string in quotes",
+    "bool_type": "expected true or false",
     "literal_error": f"expected one of {', '.join(_KINDS)}",
     "greater_than": "expected more than {gt}",
     "less_than": "expected less than {lt}",
@@ -56,8 +57,16 @@ class Host(BaseModel):
     """Absolute folder of the virtual environment with the payload's packages."""
     workspace: str = ""
     """Absolute folder for payloads and runs."""
-    connect_timeout: float = Field(10.0, gt=0)
-    """Seconds until a connection attempt, or a silent command start, is given up."""
+    connect_timeout: float | None = Field(None, gt=0)
+    """Seconds until a connection attempt is given up; None: what ~/.ssh/config says, or 10."""
+    sudo: bool = False
+    """Whether commands of the machine behind ssh need `sudo -n`, because `user` is not root."""
+    base_python: str = "python3"
+    """Interpreter from which `setup` makes the venv."""
+    index: str = ""
+    """Address of the package index that `setup` uses; empty: the installer's own."""
+    wheels: str = ""
+    """Absolute folder of wheels in the place, for one without internet: used alone without `index`."""
     env: dict[str, str] = {}
     """Variables of the trainer."""
 
@@ -73,6 +82,8 @@ class Host(BaseModel):
         inner = list(argv)
         if self.kind == "proxmox":
             inner = ["pct", "exec", str(self.container), "--", *argv]
+        if self.sudo:
+            inner = ["sudo", *inner]
         text = shlex.join(inner)
         plain = shlex.split(text) == text.split(" ")
         port = f"-p {self.port} " if self.port else ""
@@ -92,7 +103,9 @@ class Host(BaseModel):
             raise ValueError(f"address: {self.address!r}: write the port as `port = {port}`")
         if self.address.startswith("-") or not re.fullmatch(r"[\w.:%-]+", self.address):
             raise ValueError(f"address: {self.address!r} is no host name or IP address")
-        for key in ("venv", "workspace"):
+        if self.kind == "local" and self.sudo:
+            raise ValueError("sudo: kind local has none; run dflashctl as the user who may")
+        for key in ("venv", "workspace", "wheels"):
             path = getattr(self, key)
             if path and not path.startswith("/"):
                 raise ValueError(f"{key}: {path!r} is relative; expected an absolute path")
@@ -278,7 +291,7 @@ def _host(values: dict[str, Any], spot: _Spot) -> Host:
         home = named if named.startswith("/") else Path.home() / ".local" / "share"
         filled.setdefault("workspace", "")
         filled["workspace"] = filled["workspace"] or str(Path(home) / "dflashctl")
-        for key in ("workspace", "venv"):
+        for key in ("workspace", "venv", "wheels"):
             if isinstance(filled.get(key), str) and filled[key].startswith("~"):
                 filled[key] = str(Path(filled[key]).expanduser())
     else:

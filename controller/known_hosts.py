@@ -1,84 +1,112 @@
 """Host keys: verified against OpenSSH's known_hosts files, never accepted in silence.
 
-fabric accepts any key and never reads known_hosts, so both are done here: the files that ssh_config
-names are loaded into paramiko's client, an unknown key is refused with the command that accepts it (or
-appended when the user asked for `accept-new`), and a changed one is refused with its line.
+The files are read here and not by paramiko, which gives up at a damaged line and knows neither wildcards
+nor @revoked. An unknown key is refused with the command that accepts it, or appended when `accept-new`
+was asked for; a changed or revoked one is refused always, with its line. StrictHostKeyChecking `no`
+counts as `accept-new`: a changed key is refused all the same.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
+import hmac
+import re
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import paramiko
-from paramiko.hostkeys import HostKeyEntry, HostKeys
+from typing import TYPE_CHECKING, NamedTuple
 
 from controller.errors import HostKeyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-_DEFAULT = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
-_GLOBAL = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+    import paramiko
+
+    from controller.ssh_config import SshSettings
 
 
-class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
-    """The known_hosts files of one connection, and what to do about a key that is not in them."""
+class Entry(NamedTuple):
+    """One line of a known_hosts file."""
 
-    def __init__(self, ssh_config: Mapping[str, Any], *, accept_new: bool, login: str) -> None:
-        user_files = str(ssh_config.get("userknownhostsfile", _DEFAULT))
-        global_files = str(ssh_config.get("globalknownhostsfile", _GLOBAL))
-        names = [*user_files.split(), *global_files.split()]
-        self._files = [Path(name.strip('"')).expanduser() for name in names if name != "none"]
-        strict = str(ssh_config.get("stricthostkeychecking", "ask")).lower()
-        self._accept_new = accept_new or strict in ("accept-new", "no", "off")
-        self._login = login
+    path: Path
+    line: int
+    marker: str
+    """``, `@revoked` or `@cert-authority`"""
+    hosts: str
+    key_type: str
+    key: bytes
 
-    def install(self, client: paramiko.SSHClient) -> None:
-        """Make `client` verify host keys by these files."""
-        keys = client.get_host_keys()
-        for path in self._files:
-            for _, entry in _entries(path):
-                for name in entry.hostnames:
-                    keys.add(name, entry.key.get_name(), entry.key)
-        client.set_missing_host_key_policy(self)
 
-    def missing_host_key(self, client: object, hostname: str, key: paramiko.PKey) -> None:
-        """Paramiko's call for a key of a host that no file has. Raises HostKeyError."""
-        if self._accept_new:
-            self._append(hostname, key)
+class KnownHosts:
+    """What the files of one host say about its key."""
+
+    def __init__(self, settings: SshSettings, *, accept_new: bool) -> None:
+        self._files = settings.known_hosts
+        self._name = settings.host_key_name
+        self._accept_new = accept_new or settings.strict_host_keys in ("accept-new", "no")
+        self._login = settings.login
+        names = [self._name]
+        entries = [entry for path in self._files for entry in read(path)]
+        self._entries = [entry for entry in entries if matches(entry.hosts, self._name)]
+        if self._name.startswith("["):  # as ssh does: a key known without the port is good too
+            names.append(self._name[1:].partition("]")[0])
+            self._portless = [entry for entry in entries if matches(entry.hosts, names[1])]
+        else:
+            self._portless = []
+
+    @property
+    def key_types(self) -> list[str]:
+        """The types of the keys that are known, to be asked for first."""
+        known = [entry.key_type for entry in (*self._entries, *self._portless) if not entry.marker]
+        return list(dict.fromkeys(known))
+
+    def verify(self, key: paramiko.PKey) -> None:
+        """Pass when `key` is the host's. Raises HostKeyError; adds a new key where that was asked for."""
+        blob, kind = key.asbytes(), key.get_name()
+        for entry in (*self._entries, *self._portless):
+            if entry.marker == "@revoked" and entry.key == blob:
+                raise HostKeyError(
+                    f"{self._name} shows a key that {entry.path}:{entry.line} revokes: {fingerprint(key)}",
+                    "Do not go on before whoever runs the host has explained it.",
+                )
+        plain = [entry for entry in self._entries if not entry.marker]
+        if any(entry.key == blob for entry in (*plain, *(e for e in self._portless if not e.marker))):
             return
+        for entry in plain:
+            if entry.key_type == kind:
+                raise self._changed(entry, key)
+        if self._accept_new:
+            self._append(key)
+            return
+        authority = [entry for entry in self._entries if entry.marker == "@cert-authority"]
+        why = (
+            f"{self._name} is known by a certificate authority ({authority[0].path}:{authority[0].line}),"
+            f" which dflashctl cannot check; it shows the {kind} key {fingerprint(key)}"
+            if authority
+            else f"{self._name} is not in known_hosts; it shows the {kind} key {fingerprint(key)}"
+        )
         raise HostKeyError(
-            f"{hostname} is not in known_hosts; it shows the {key.get_name()} key {fingerprint(key)}",
+            why,
             f"If that is its key, accept it once with: ssh {self._login} true"
             " (or give --accept-new-host-key).",
         )
 
-    def changed(self, hostname: str, key: paramiko.PKey) -> HostKeyError:
-        """The error for a host that shows another key than the one that is known."""
-        line = self._line(hostname)
-        known = f"line {line[1]} of {line[0]}" if line else "known_hosts"
-        remove = f"ssh-keygen -f {line[0]} -R '{hostname}'" if line else "ssh-keygen -R"
+    def _changed(self, entry: Entry, key: paramiko.PKey) -> HostKeyError:
+        remove = shlex.join(["ssh-keygen", "-f", str(entry.path), "-R", self._name])
         return HostKeyError(
-            f"{hostname} shows another host key than {known} has: {key.get_name()} {fingerprint(key)}",
+            f"{self._name} shows another host key than {entry.path}:{entry.line} has:"
+            f" {key.get_name()} {fingerprint(key)}",
             f"Was it installed anew? Then remove the old key with: {remove}"
             " . If it was not, somebody may be in between: do not go on.",
         )
 
-    def _line(self, hostname: str) -> tuple[Path, int] | None:
-        for path in self._files:
-            for number, entry in _entries(path):
-                if HostKeys()._hostname_matches(hostname, entry):
-                    return path, number
-        return None
-
-    def _append(self, hostname: str, key: paramiko.PKey) -> None:
+    def _append(self, key: paramiko.PKey) -> None:
         if not self._files:
             return
         path = self._files[0]
-        line = f"{hostname} {key.get_name()} {key.get_base64()}\n"
+        line = f"{self._name} {key.get_name()} {key.get_base64()}\n"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             before = path.read_bytes() if path.exists() else b""
@@ -88,21 +116,44 @@ class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
             raise HostKeyError(f"{path}: the host key cannot be added ({error.strerror})") from error
 
 
-def _entries(path: Path) -> Iterator[tuple[int, HostKeyEntry]]:
-    """The lines of a known_hosts file that are keys; other lines are nobody's business, as for ssh.
-
-    paramiko's own loader gives up at a line with bad base64.
-    """
-    if not path.is_file():
+def read(path: Path) -> Iterator[Entry]:
+    """The lines of a known_hosts file that are keys; other lines are nobody's business, as for ssh."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return
-    text = path.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entry = HostKeyEntry.from_line(line, number)
-        except Exception:  # it has several kinds for lines that are no keys
+        fields = line.split()
+        marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+        if len(fields) < 3 or fields[0].startswith("#"):
             continue
-        if entry is not None:
-            yield number, entry
+        try:
+            key = base64.b64decode(fields[2], validate=True)
+        except binascii.Error:
+            continue
+        name = fields[1].encode()
+        if key[:4] == len(name).to_bytes(4, "big") and key[4 : 4 + len(name)] == name:
+            yield Entry(path, number, marker, fields[0], fields[1], key)
+
+
+def matches(hosts: str, name: str) -> bool:
+    """Whether the first field of a line, hashed or a list of patterns, means the host `name`."""
+    name = name.lower()
+    if hosts.startswith("|1|"):
+        try:
+            salt, digest = (base64.b64decode(part) for part in hosts[3:].split("|"))
+        except ValueError:
+            return False
+        return hmac.compare_digest(hmac.new(salt, name.encode(), "sha1").digest(), digest)
+    found = False
+    for pattern in hosts.lower().split(","):
+        negated = pattern.startswith("!")
+        expression = re.escape(pattern[negated:]).replace(r"\*", ".*").replace(r"\?", ".")
+        if re.fullmatch(expression, name):
+            if negated:
+                return False
+            found = True
+    return found
 
 
 def fingerprint(key: paramiko.PKey) -> str:

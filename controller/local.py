@@ -16,9 +16,9 @@ from controller.place import (
     BEGIN_GRACE_S,
     STDERR_KEPT,
     BegunProcess,
+    Command,
     NotBegunError,
     Place,
-    Process,
     new_nonce,
     script,
 )
@@ -33,7 +33,7 @@ _CLOSE_GRACE_S: Final = 2.0
 class Local(Place):
     """Commands of this machine, in sessions of their own and with a bare environment."""
 
-    def start(self, argv: Sequence[str]) -> Process:
+    def start(self, argv: Sequence[str]) -> Command:
         """See `Place`; nothing of the caller's environment but PATH, HOME and USER gets in."""
         nonce = new_nonce()
         process = LocalProcess(["/bin/sh", "-c", script(argv, nonce, ["LC_ALL=C.UTF-8"])])
@@ -93,22 +93,47 @@ class LocalProcess:
         """Some of its stdout, b"" at the end."""
         deadline = time.monotonic() + timeout
         while self._out in self._open:
-            poll = select.poll()
-            for descriptor in self._open:
-                poll.register(descriptor, select.POLLIN)
-            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not ready:
+            got = self._read(max(0.0, deadline - time.monotonic()))
+            if got is None:
                 return None
-            for descriptor, _ in sorted(ready, key=lambda item: item[0] == self._out):
-                data = os.read(descriptor, _PIPE_BYTES)
-                if not data:
-                    self._open.discard(descriptor)
-                elif descriptor == self._out:
-                    return data
-                else:
-                    self._keep(data)
+            if got[0]:
+                return got[0]
         self._drain_stderr()
         return b""
+
+    def receive_streams(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """Some of its stdout and stderr, (b"", b"") once both are closed or it has ended."""
+        deadline = time.monotonic() + timeout
+        while self._open:
+            ended = self._popen.poll() is not None  # what a child of it may still write is nobody's
+            got = self._read(0.0 if ended else min(0.1, max(0.0, deadline - time.monotonic())))
+            if got is not None and got != (b"", b""):
+                return got
+            if got is None and ended:
+                break
+            if got is None and time.monotonic() >= deadline:
+                return None
+        return b"", b""
+
+    def _read(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """What one read of each readable pipe gives; None when none was readable."""
+        poll = select.poll()
+        for descriptor in self._open:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(timeout * 1000)
+        if not ready:
+            return None
+        out = err = b""
+        for descriptor, _ in ready:
+            data = os.read(descriptor, _PIPE_BYTES)
+            if not data:
+                self._open.discard(descriptor)
+            elif descriptor == self._out:
+                out = data
+            else:
+                err = data
+                self._keep(data)
+        return out, err
 
     @property
     def stderr(self) -> bytes:

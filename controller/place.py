@@ -15,6 +15,7 @@ older lxc would say 0.
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 import shlex
 import threading
@@ -22,7 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from controller.errors import ConnectionLostError, UnreachableError
+from controller.errors import ConnectionLostError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,12 @@ STDERR_KEPT: Final = 64 * 1024
 
 BEGIN_GRACE_S: Final = 10.0
 """Seconds beyond the connect timeout that a command may take to begin (pct starts perl)."""
+
+SIGNAL_S: Final = 20.0
+"""Longest time to deliver a signal."""
+
+MOST_BYTES: Final = 120 << 10
+"""Longest script: Linux takes 128 KiB for one argument, and this is one."""
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 @_+=:,./-")
 
@@ -63,6 +70,12 @@ class Process(Protocol):
         Takes stderr in as well, so that neither pipe ever fills. Raises ConnectionLostError.
         """
 
+    def receive_streams(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """Some bytes of its stdout and of its stderr; (b"", b"") at the end of both; None when nothing came.
+
+        For who shows both as they come, instead of `receive`. Raises ConnectionLostError.
+        """
+
     @property
     def stderr(self) -> bytes:
         """What it wrote to stderr so far, the last 64 KiB of it."""
@@ -75,6 +88,33 @@ class Process(Protocol):
 
     def close(self) -> None:
         """Let go of it, whether it has ended or not; never raises."""
+
+
+class Command(Process, Protocol):
+    """A process that a place started."""
+
+    pid: int
+    """Of the `sh` above it, as the place counts."""
+
+
+_SIGNAL_BELOW: Final = """\
+below() {
+    for stat in /proc/[0-9]*/stat; do
+        { read -r line <"$stat"; } 2>/dev/null || continue
+        rest=${line##*) }
+        rest=${rest#* }
+        if [ "${rest%% *}" = "$1" ]; then
+            child=${stat#/proc/}
+            echo "${child%/stat}"
+            below "${child%/stat}"
+        fi
+    done
+}
+found=$(below "$1")
+[ -z "$found" ] || kill "-$2" $found 2>/dev/null
+"""
+"""Signals everything below a pid by its parents in /proc, since a process group has no number inside a
+container that it was entered from outside, and not every container has setsid."""
 
 
 class Place(ABC):
@@ -97,7 +137,7 @@ class Place(ABC):
         self.python = description.python
 
     @abstractmethod
-    def start(self, argv: Sequence[str]) -> Process:
+    def start(self, argv: Sequence[str]) -> Command:
         """Start `argv`, unharmed by any shell between here and there, and wait until it has begun.
 
         Raises the leaf of `errors` that says what is in the way.
@@ -129,6 +169,13 @@ class Place(ABC):
             process.close()
         sender.join(1.0)
         return Completed(status, b"".join(output), process.stderr)
+
+    def signal(self, command: Command, name: str) -> None:
+        """Send the signal `name` (INT, TERM, KILL) to all that `command` has started and that lives.
+
+        A command behind ssh has no terminal that would do it. Raises what `run` raises.
+        """
+        self.run(["sh", "-c", _SIGNAL_BELOW, "sh", str(command.pid), name], timeout=SIGNAL_S)
 
     @abstractmethod
     def close(self) -> None:
@@ -173,11 +220,12 @@ class BegunProcess:
     def __init__(self, inner: Process, nonce: str, timeout: float, peer: str) -> None:
         """Wait for the nonce. Raises NotBegunError, UnreachableError after `timeout` seconds."""
         self._inner = inner
-        self._mark = nonce.encode() + b"\n"
+        self._mark = nonce.encode()
         self._ahead = b""
+        self._early_stderr: bytes | None = b""  # None: its mark has passed
         self.noise = b""
         deadline = time.monotonic() + timeout
-        while self._mark not in self.noise:
+        while (match := re.search(rb"%s (\d+)\n" % self._mark, self.noise)) is None:
             data = inner.receive(max(0.0, deadline - time.monotonic()))
             if data is None:
                 inner.close()
@@ -190,7 +238,10 @@ class BegunProcess:
                 inner.close()
                 raise NotBegunError(status, self.noise, inner.stderr)
             self.noise += data
-        self.noise, _, self._ahead = self.noise.partition(self._mark)
+        self.pid = int(match[1])
+        self._ahead = self.noise[match.end() :]
+        self.noise = self.noise[: match.start()]
+        self._early_stderr = inner.stderr
 
     def send(self, data: bytes | memoryview) -> None:
         """See `Process`."""
@@ -207,10 +258,33 @@ class BegunProcess:
             return ahead
         return self._inner.receive(timeout)
 
+    def receive_streams(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """See `Process`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            out, self._ahead = self._ahead, b""
+            err = self._after_mark(b"")
+            if not out and not err:
+                got = self._inner.receive_streams(max(0.0, deadline - time.monotonic()))
+                if got is None or got == (b"", b""):
+                    return got
+                out, err = got[0], self._after_mark(got[1])
+            if out or err:
+                return out, err
+
+    def _after_mark(self, err: bytes) -> bytes:
+        """What of stderr is the command's own: `echo` of the nonce may come after stdout's."""
+        if self._early_stderr is None:
+            return err
+        seen = self._early_stderr + err
+        _, mark, own = seen.partition(self._mark + b"\n")
+        self._early_stderr = None if mark else seen
+        return own
+
     @property
     def stderr(self) -> bytes:
         """Its stderr from the nonce on; all that is kept when the nonce was pushed out."""
-        return self._inner.stderr.rpartition(self._mark)[2]
+        return self._inner.stderr.rpartition(self._mark + b"\n")[2]
 
     def wait(self, timeout: float) -> int | None:
         """See `Process`."""
@@ -227,18 +301,23 @@ def new_nonce() -> str:
 
 
 def script(argv: Sequence[str], nonce: str, environment: Sequence[str]) -> str:
-    """The text for the other side's `sh -c`: print the nonce twice, run `argv`, keep its status.
+    """The text for the other side's `sh -c`: print the nonce (and a pid), run `argv`, keep its status.
 
     `environment` are arguments of `env`. The text is ASCII whatever argv holds, because pct takes
     nothing else: argv goes quoted for the shell, then as octal escapes of `printf %b`. Raises
-    ValueError for a NUL byte, which no argument can hold.
+    ValueError for a NUL byte, which no argument can hold, and UsageError for too much.
     """
     quoted = shlex.join([*environment, *argv])
     if "\0" in quoted:
         raise ValueError("an argument holds a NUL byte")
     raw = quoted.encode("utf-8", errors="surrogateescape")
     escaped = "".join(chr(byte) if byte in _PLAIN else f"\\0{byte:03o}" for byte in raw)
-    return f"echo {nonce} >&2; echo {nonce}; eval \"env $(printf %b '{escaped}')\"; exit $?"
+    if len(escaped) > MOST_BYTES:
+        raise UsageError(
+            f"the arguments are {len(escaped) >> 10} KiB as they travel; {MOST_BYTES >> 10} KiB fit",
+            "Send long text by stdin or in a file.",
+        )
+    return f"echo {nonce} >&2; echo {nonce} $$; eval \"env $(printf %b '{escaped}')\"; exit $?"
 
 
 def _send_all(process: Process, stdin: bytes) -> None:

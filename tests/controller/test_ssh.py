@@ -1,17 +1,33 @@
-"""Host keys against known_hosts files; what needs a server is in tests/rig/test_place.py."""
+"""ssh_config, host keys and login keys, as far as they need no server; tests/rig/test_ssh.py has one."""
 
 import base64
 import socket
+import subprocess
+import threading
 from pathlib import Path
 
 import paramiko
 import pytest
 
+from controller import ssh, ssh_config, ssh_login
 from controller.errors import HostKeyError, UnreachableError
-from controller.known_hosts import KnownHosts, fingerprint
+from controller.known_hosts import KnownHosts, fingerprint, matches
 from controller.ssh import SshConnection
+from controller.ssh_config import SshSettings, look_up
 
 NAME = "[127.0.0.1]:2222"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    (tmp_path / ".ssh").mkdir(mode=0o700)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / ".ssh" / "config"
 
 
 @pytest.fixture
@@ -19,14 +35,25 @@ def key() -> paramiko.PKey:
     return paramiko.ECDSAKey.generate()
 
 
-def policy(path: Path, *, accept_new: bool = False, **ssh_config: str) -> KnownHosts:
-    config = {"userknownhostsfile": str(path), "globalknownhostsfile": "none"} | ssh_config
-    return KnownHosts(config, accept_new=accept_new, login="-p 2222 me@127.0.0.1")
+def settings(config: Path, path: Path, strict: str = "ask") -> SshSettings:
+    config.write_text(
+        f"UserKnownHostsFile {path}\nGlobalKnownHostsFile none\nStrictHostKeyChecking {strict}\n"
+    )
+    return look_up("127.0.0.1", user="me", port=2222)
+
+
+def policy(path: Path, *, accept_new: bool = False, strict: str = "ask") -> KnownHosts:
+    config = Path.home() / ".ssh" / "config"
+    return KnownHosts(settings(config, path, strict), accept_new=accept_new)
+
+
+def line(name: str, key: paramiko.PKey) -> str:
+    return f"{name} {key.get_name()} {key.get_base64()}\n"
 
 
 def test_an_unknown_key_is_refused_with_fingerprint_and_command(tmp_path: Path, key: paramiko.PKey) -> None:
     with pytest.raises(HostKeyError) as caught:
-        policy(tmp_path / "known").missing_host_key(None, NAME, key)
+        policy(tmp_path / "known").verify(key)
     assert fingerprint(key) in caught.value.message
     assert "ssh -p 2222 me@127.0.0.1 true" in caught.value.hint
     assert not (tmp_path / "known").exists()
@@ -39,54 +66,233 @@ def test_a_new_key_is_added_when_asked_for_and_is_known_from_then_on(
     path = tmp_path / "ssh" / "known"
     path.parent.mkdir()
     path.write_text("# without a last newline")
-    strict = {} if how == "flag" else {"stricthostkeychecking": how}
-    known = policy(path, accept_new=how == "flag", **strict)
-    known.missing_host_key(None, NAME, key)
+    policy(path, accept_new=how == "flag", strict="ask" if how == "flag" else how).verify(key)
     first, added = path.read_text().splitlines()
     assert first == "# without a last newline"
     assert added == f"{NAME} {key.get_name()} {key.get_base64()}"
-    with paramiko.SSHClient() as client:
-        policy(path).install(client)
-        assert client.get_host_keys().check(NAME, key)
+    policy(path).verify(key)
+    with pytest.raises(HostKeyError, match="another host key"):  # a changed one is refused even so
+        policy(path, accept_new=True).verify(paramiko.ECDSAKey.generate())
 
 
 def test_the_line_of_a_changed_key_is_found_also_when_its_name_is_hashed(
     tmp_path: Path, key: paramiko.PKey
 ) -> None:
     path = tmp_path / "known"
-    hashed = paramiko.HostKeys.hash_host(NAME)
     path.write_text(
-        f"# comment\n\nnonsense\n@revoked other x y\nother,10.0.0.1 {key.get_name()} {key.get_base64()}\n"
-        f"{hashed} {key.get_name()} {key.get_base64()}\n"
+        "# comment\n\nnonsense\n@revoked other x y\n"
+        + line("other,10.0.0.1", key)
+        + line(paramiko.HostKeys.hash_host(NAME), key)
     )
-    error = policy(path).changed(NAME, paramiko.ECDSAKey.generate())
-    assert f"line 6 of {path}" in error.message
-    assert f"ssh-keygen -f {path} -R '{NAME}'" in error.hint
+    with pytest.raises(HostKeyError) as caught:
+        policy(path).verify(paramiko.ECDSAKey.generate())
+    assert f"{path}:6" in caught.value.message
+    assert f"ssh-keygen -f {path} -R '{NAME}'" in caught.value.hint
 
 
-def test_a_fingerprint_is_the_one_that_openssh_prints(tmp_path: Path) -> None:
-    line = "AAAAC3NzaC1lZDI1NTE5AAAAIOMqqnkVzrm0SdG6UOoqKLsabgH5C9okWi0dh2l9GKJl"
-    key = paramiko.Ed25519Key(data=base64.b64decode(line))
+def test_the_command_that_removes_a_changed_key_does(tmp_path: Path, key: paramiko.PKey) -> None:
+    path = tmp_path / "known"
+    path.write_text(line("other", key) + line(NAME, key))
+    with pytest.raises(HostKeyError) as caught:
+        policy(path).verify(paramiko.ECDSAKey.generate())
+    command = caught.value.hint.partition("with: ")[2].partition(" . If")[0]
+    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
+    assert path.read_text() == line("other", key)
+
+
+def test_a_revoked_key_is_refused_although_it_is_also_known(tmp_path: Path, key: paramiko.PKey) -> None:
+    path = tmp_path / "known"
+    path.write_text(line(NAME, key) + "@revoked * " + line("", key).lstrip())
+    with pytest.raises(HostKeyError, match=r"known:2 revokes"):
+        policy(path, accept_new=True).verify(key)
+
+
+def test_a_certificate_authority_is_said_to_be_beyond_us(tmp_path: Path, key: paramiko.PKey) -> None:
+    path = tmp_path / "known"
+    path.write_text("@cert-authority * " + line("", key).lstrip())
+    with pytest.raises(
+        HostKeyError, match=r"certificate authority .*known:1\), which dflashctl cannot check"
+    ):
+        policy(path).verify(paramiko.ECDSAKey.generate())
+
+
+def test_a_key_that_is_known_without_the_port_is_good_and_asked_for_first(
+    tmp_path: Path, key: paramiko.PKey
+) -> None:
+    path = tmp_path / "known"
+    path.write_text(line("127.0.0.1", key))
+    policy(path).verify(key)
+    assert policy(path).key_types == [key.get_name()]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name", "found"),
+    [
+        ("box.example", "BOX.example", True),
+        ("*.example", "box.example", True),
+        ("*.example,!bad.example", "bad.example", False),
+        ("!bad.example,*.example", "box.example", True),
+        ("10.0.0.?", "10.0.0.7", True),
+        ("10.0.0.?", "10.0.0.77", False),
+        ("[box]:22", "b", False),
+        ("[box]:2222", "[box]:2222", True),
+        ("|1|nonsense", "box", False),
+    ],
+)
+def test_names_and_patterns_match_as_for_ssh(tmp_path: Path, hosts: str, name: str, found: bool) -> None:
+    assert matches(hosts, name) is found
+    if "|" not in hosts:  # ssh-keygen's own opinion, where it has one
+        path = tmp_path / "known"
+        path.write_text(line(hosts, paramiko.ECDSAKey.generate()))
+        argv = ["ssh-keygen", "-F", name.lower(), "-f", str(path)]
+        assert (subprocess.run(argv, capture_output=True).returncode == 0) is found
+
+
+def test_a_fingerprint_is_the_one_that_openssh_prints() -> None:
+    text = "AAAAC3NzaC1lZDI1NTE5AAAAIOMqqnkVzrm0SdG6UOoqKLsabgH5C9okWi0dh2l9GKJl"
+    key = paramiko.Ed25519Key(data=base64.b64decode(text))
     assert fingerprint(key) == "SHA256:+DiY3wvvV6TuJJhbpZisF/zLDA0zPMSvHdkr4UvCOqU"  # github.com's
 
 
 def test_lines_that_are_no_keys_do_no_harm(tmp_path: Path, key: paramiko.PKey) -> None:
     path = tmp_path / "known"
     path.write_bytes(
-        b"\xff\xfe\nhost ssh-rsa !!!notbase64\nhost ssh-ed25519 AAAA\nhost\n"
-        + f"{NAME} {key.get_name()} {key.get_base64()}\n".encode()
+        b"\xff\xfe\nhost ssh-rsa !!!notbase64\nhost ssh-ed25519 AAAA\nhost\n" + line(NAME, key).encode()
     )
-    with paramiko.SSHClient() as client:
-        policy(path).install(client)
-        assert client.get_host_keys().check(NAME, key)
+    policy(path).verify(key)
+
+
+CONFIGS = [
+    ("", "box"),
+    ("Host box\n  HostName 10.0.0.1\n  Port 2022\n  User me\n", "box"),
+    ("Host b*\n  HostName %h.example\nHost box\n  User late\nHost *\n  User all\n", "box"),
+    ("Host !box *\n  Port 1\n", "box"),
+    ("Match host box user me\n  Port 7\nMatch all\n  Port 8\n", "box"),
+    ("Match originalhost box exec true\n  Port 9\n", "box"),
+    ("Include more\nHost box\n  Port 3\n", "box"),
+    ("Host box\n  Include more\n  User inner\nHost other\n  Include more\n", "box"),
+    ("Host box\n  ProxyJump me@a:3,b\n", "box"),
+    ("Host box\n  ProxyCommand nc -x %r %h %p\n", "box"),
+    ("Host box\n  HostKeyAlias other\n  UserKnownHostsFile ~/a ~/b\n  StrictHostKeyChecking no\n", "box"),
+    ("Host box\n  IdentityFile ~/.ssh/%n\n  IdentityFile ~/two\n  IdentitiesOnly yes\n", "box"),
+    ("Host box\n  ConnectTimeout 3\n  IdentityAgent none\n  AddressFamily inet6\n", "box"),
+]
+
+
+@pytest.mark.parametrize(("text", "host"), CONFIGS)
+def test_a_configuration_means_what_it_means_for_ssh(
+    config: Path, text: str, host: str, tmp_path: Path
+) -> None:
+    more = tmp_path / "more.conf"
+    more.write_text("Host box\n  Port 4444\n")
+    config.write_text(text.replace("Include more", f"Include {more}"))
+    found = look_up(host)
+    argv = ["ssh", "-F", str(config), "-G", host]
+    said: dict[str, list[str]] = {}
+    for row in subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines():
+        key, _, value = row.partition(" ")
+        said.setdefault(key, []).append(value)
+    assert (found.hostname, [str(found.port)], [found.user]) == (
+        said["hostname"][0],
+        said["port"],
+        said["user"],
+    )
+    assert found.proxy_jump == said.get("proxyjump", [""])[0]
+    assert found.identities_only is (said["identitiesonly"] == ["yes"])
+    names = [Path(name.replace("%n", host)).expanduser() for name in said["identityfile"]]
+    assert list(found.identity_files) == names
+    assert found.connect_timeout == (None if said["connecttimeout"] == ["none"] else 3.0)
+
+
+def test_what_a_configuration_comes_to(config: Path, tmp_path: Path) -> None:
+    config.write_text(
+        "Host box\n  HostName 10.0.0.1\n  Port 2022\n  User me\n  ProxyCommand nc -x %r %h %p 100%%\n"
+        "  UserKnownHostsFile ~/a ~/b\n  StrictHostKeyChecking accept-new\n"
+    )
+    found = look_up("box")
+    assert found.proxy_command == "nc -x me 10.0.0.1 2022 100%"
+    assert found.known_hosts[:2] == (tmp_path / "a", tmp_path / "b")
+    assert (found.strict_host_keys, found.host_key_name) == ("accept-new", "[10.0.0.1]:2022")
+    assert found.identity_agent is None
+    assert look_up("box", user="you", port=1).login == "-p 1 you@box"
+
+
+def test_without_an_ssh_program_paramiko_reads_it_and_an_include_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_config.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ssh_config, "_SYSTEM", Path("/nonexistent"))
+    config.write_text("Host box\n  HostName 10.0.0.1\n  Port 2022\n  IdentityFile ~/one\n")
+    found = look_up("box")
+    assert (found.hostname, found.port, found.identity_files) == ("10.0.0.1", 2022, (Path.home() / "one",))
+    config.write_text("\n  Include more\n")
+    with pytest.raises(UnreachableError, match=r"config:2: Include cannot be followed without the ssh"):
+        look_up("box")
+    config.write_text("nonsense\n")
+    with pytest.raises(UnreachableError, match="cannot be used"):
+        look_up("box")
+
+
+def keygen(path: Path, *, passphrase: str = "", kind: str = "ed25519") -> Path:
+    argv = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-f", str(path)]
+    subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
+    return path
+
+
+def test_the_public_part_of_a_locked_key_is_read_without_its_passphrase(tmp_path: Path) -> None:
+    path = keygen(tmp_path / "locked", passphrase="secret words")
+    public = path.with_suffix(".pub")
+    blob = base64.b64decode(public.read_text().split()[1])
+    assert ssh_login.public_part(path) == blob
+    public.unlink()
+    assert ssh_login.public_part(path) == blob
+    assert ssh_login.public_part(tmp_path / "absent") == b""
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "ecdsa", "rsa"])
+def test_a_locked_key_is_told_from_a_broken_one_and_opens_with_its_passphrase(
+    tmp_path: Path, kind: str
+) -> None:
+    path = keygen(tmp_path / "key", passphrase="secret words", kind=kind)
+    assert ssh_login._load(path, None) == "locked"
+    assert ssh_login._load(path, "wrong words") == "locked"
+    assert isinstance(ssh_login._load(path, "secret words"), paramiko.PKey)
+    (tmp_path / "bad").write_text("no key")
+    assert ssh_login._load(tmp_path / "bad", None) == "bad"
+
+
+def test_a_passphrase_is_asked_for_on_a_terminal_in_the_main_thread_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_login.getpass, "getpass", lambda *a, **k: "typed")
+    assert ssh_login.ask_on_terminal(tmp_path) is None  # pytest has no terminal
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(getattr(ssh_login.sys, stream), "isatty", lambda: True)
+    assert ssh_login.ask_on_terminal(tmp_path) == "typed"
+    answers: list[str | None] = []
+    thread = threading.Thread(target=lambda: answers.append(ssh_login.ask_on_terminal(tmp_path)))
+    thread.start()
+    thread.join()
+    assert answers == [None]
+
+
+def test_a_host_has_one_connection_however_many_places_use_it() -> None:
+    def get(port: int) -> SshConnection:
+        return ssh.shared("192.0.2.1", user="", port=port, timeout=1, accept_new=False)
+
+    one, two, other = get(1), get(1), get(2)
+    assert one is two
+    assert one is not other
+    ssh.release(one)
+    assert get(1) is one
+    for connection in (one, one, other):
+        ssh.release(connection)
+    assert get(1) is not one
+    ssh._shared.clear()
 
 
 @pytest.mark.parametrize("text", ["Port many\n", "nonsense\n"])
-def test_a_broken_ssh_config_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh").mkdir()
+def test_a_broken_ssh_config_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / ".ssh" / "config").write_text(text)
     connection = SshConnection("192.0.2.1", user="", port=None, timeout=1, accept_new=False)
     with pytest.raises(UnreachableError, match=r"~/\.ssh/config cannot be used"):
@@ -106,6 +312,13 @@ def test_a_host_that_drops_packets_is_given_up_at_the_connect_timeout() -> None:
             connection.start("true")
         for waiting in full:
             waiting.close()
+
+
+def test_a_jump_in_a_circle_is_said(config: Path) -> None:
+    config.write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+    connection = SshConnection("a", user="", port=None, timeout=1, accept_new=False)
+    with pytest.raises(UnreachableError, match="more than 8 hosts, or in a circle"):
+        connection.start("true")
 
 
 def test_making_a_connection_contacts_nobody() -> None:

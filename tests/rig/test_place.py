@@ -194,7 +194,7 @@ def test_a_changed_host_key_is_refused_with_its_line_also_when_new_ones_are_acce
             pytest.raises(HostKeyError) as caught,
         ):
             place.run(["true"], timeout=20)
-        assert f"line 2 of {rig.known_hosts}" in caught.value.message
+        assert f"{rig.known_hosts}:2" in caught.value.message
         assert f"-R '[127.0.0.1]:{rig.port}'" in caught.value.hint
 
 
