@@ -180,7 +180,7 @@ class Progress:
             bucket.seconds += seconds
 
     def coverage(self) -> dict[str, float | None]:
-        """Shares of the eligible anchor places that were drawn, and of the documents that drew one, so far."""
+        """Shares of eligible anchor places that were drawn, and of documents that drew one, so far."""
         with self.lock:
             return self._coverage()
 
