@@ -104,6 +104,18 @@ class LocalStateError(DflashctlError):
     exit_code = 77
 
 
+class GpusInUseError(DflashctlError):
+    """Another run or process uses a GPU that the run would use, and `--force` was not given."""
+
+    exit_code = 78
+
+
+class NotInTimeError(DflashctlError):
+    """What was asked for did not come within its limit; it may come yet."""
+
+    exit_code = 79
+
+
 class InterruptedByUser(DflashctlError):
     """Ctrl-C: the view ends, the run goes on."""
 
