@@ -68,9 +68,24 @@ class Extents:
         return self._ranges[0][1] if self._ranges and self._ranges[0][0] == 0 else 0
 
     @property
+    def last(self) -> tuple[int, int]:
+        """The last range; empty without any."""
+        return self._ranges[-1] if self._ranges else (0, 0)
+
+    @property
     def missing(self) -> int:
         """How many bytes lie in holes before `end`."""
         return self.end - sum(stop - start for start, stop in self._ranges)
+
+    def holes(self, stop: int | None = None) -> list[tuple[int, int]]:
+        """The ranges of bytes that are missing before `end`, and before `stop`."""
+        found = []
+        position = 0
+        for start, after in self._ranges:
+            if position < start:
+                found.append((position, start))
+            position = after
+        return found if stop is None else [(a, min(b, stop)) for a, b in found if a < stop]
 
     def run_from(self, offset: int) -> tuple[int, int] | None:
         """The first range of known bytes at or after `offset`, cut to start there; None without any."""

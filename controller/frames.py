@@ -22,6 +22,7 @@ MAX_NOISE_BYTES: Final = 1 << 20
 MAX_HEADER_BYTES: Final = 1 << 18
 MAX_NAME_BYTES: Final = 200
 _MAX_OFFSET: Final = 1 << 62
+_MAX_INODE: Final = 1 << 64
 
 
 class FeedRefusedError(ProtocolError):
@@ -60,13 +61,16 @@ class Replace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life. `files`: name to (generation, size in bytes); `record`: all of it, as sent."""
+    """A sign of life. `files`: name to (generation, size in bytes); `inodes`: name to inode, where it is
+    known; `record`: all of it, as sent.
+    """
 
     t: float | None
     boot_id: str
     supervisor: str
     trainer: str
     files: dict[str, tuple[int, int]]
+    inodes: dict[str, int]
     record: dict[str, Any]
 
 
@@ -223,6 +227,7 @@ class FrameDecoder:
 
 def _beat(record: dict[str, Any]) -> Beat:
     files: dict[str, tuple[int, int]] = {}
+    inodes: dict[str, int] = {}
     listed = record.get("files")
     for name, entry in listed.items() if isinstance(listed, dict) else ():
         if not rundir.is_mirrored(name) or len(name) > MAX_NAME_BYTES or name in rundir.REPLACED:
@@ -233,12 +238,15 @@ def _beat(record: dict[str, Any]) -> Beat:
             _integer(entry, "generation", 1, _MAX_OFFSET),
             _integer(entry, "size", 0, _MAX_OFFSET),
         )
+        if entry.get("inode") is not None:
+            inodes[name] = _integer(entry, "inode", 0, _MAX_INODE)
     return Beat(
         t=_time(record),
         boot_id=str(record.get("boot_id", "")),
         supervisor=str(record.get("supervisor", "")),
         trainer=str(record.get("trainer", "")),
         files=files,
+        inodes=inodes,
         record=record,
     )
 

@@ -35,21 +35,23 @@ def follow_log(
     follow: bool,
     tail: int | None,
     out: BinaryIO,
+    whole: bool = False,
     mirror: Mirror | None = None,
     notes: TextIO | None = None,
 ) -> int:
-    """Print the log of the run mirrored in `directory` to `out`; `tail`: only its last lines, and on.
+    """Print the log of the run mirrored in `directory` to `out`; `tail`: only its last lines, and on;
+    `whole`: also what a late attachment left out, which was asked for (`mirror.ask_for_whole_log`).
 
     `mirror` is the one that this process started for the folder (with `once` unless `follow`); without
     it what others write is followed. Returns the run's exit code when it followed to the end, and 0 when
     it did not follow. Raises ProtocolError when the feed refuses for good, BrokenPipeError when nobody
     reads `out` any more, and without `follow` the error that kept us from getting a single byte.
     """
-    reader = MirrorReader(directory)
+    reader = MirrorReader(directory, skip_holes=not whole)
     printer = _Printer(out)
     trouble = Trouble(sys.stderr if notes is None else notes, lambda: printer.at_line_start)
     with Suspension(mirror) as suspension:
-        waiter = Waiter(mirror, out, suspension.check)
+        waiter = Waiter(reader, mirror, out, suspension.check)
         if tail is not None or not follow:
             wait_until_current(reader, trouble, waiter)
         if tail is not None:
@@ -64,6 +66,12 @@ def follow_log(
                 piece = reader.read()
                 if piece is not None:
                     _show(piece, printer, trouble, tell_missing=tail is None)
+                    continue
+                if whole and not reader.skip_holes and reader.waits_at_hole():
+                    if not gave_up and not (mirror is None and ended):
+                        waiter.wait(seen)
+                        continue
+                    reader.skip_holes = True  # they cannot be had now
                     continue
                 if ended or not follow:
                     break
@@ -88,7 +96,7 @@ def _show(piece: Piece, printer: _Printer, trouble: Trouble, *, tell_missing: bo
         printer.finish()
         trouble.note("the log was truncated or replaced; it begins anew")
     if piece.missing and tell_missing:
-        trouble.note(f"{piece.missing} older bytes were not copied and are left out here")
+        trouble.note(f"{piece.missing} older bytes were not copied and are left out here; --all gets them")
     if piece.data:
         trouble.clear()
         printer.write(piece.data)

@@ -42,17 +42,34 @@ from controller.timing import SCALE_VARIABLE, Timing, awake_and_asleep
 from remote_payload import rundir
 
 LOG_TAIL_BYTES: Final = 1 << 20
-"""What is taken of a train.log that is attached late, unless all of it is asked for."""
+"""What is taken first of a train.log that is attached late; the rest only when it is asked for."""
+
+LOG_HEAD_BYTES: Final = 1 << 18
+"""What is taken as well of the beginning of a log of another program: there it says what it trains."""
+
+WHOLE_LOG: Final = "whole-log"
+"""In a mirror folder: a file that asks whoever writes the folder to fill the holes of train.log."""
 
 _ONLY_A_PERSON_HELPS = (HostKeyError, AuthenticationError, PayloadEnvironmentError)
+
+
+def ask_for_whole_log(directory: Path) -> None:
+    """Have the holes of train.log filled, now and later, whoever writes the mirror in `directory`.
+
+    Raises LocalStateError.
+    """
+    try:
+        (directory / WHOLE_LOG).touch(0o600)
+    except OSError as error:
+        raise LocalStateError(f"{directory / WHOLE_LOG}: cannot be written ({error.strerror})") from error
 
 
 class Mirror:
     """The mirror in the folder `directory`, whose `place.json` says where the run is.
 
-    Any number of these may exist for one folder, in one process or many: one writes, the others wait.
-    `whole_log` also fills the holes of train.log. `once` ends after everything that the first beat
-    announces has arrived, at the first failure, or when another mirror holds the folder.
+    Any number of these may exist for one folder, in one process or many: one writes, the others wait. Whether
+    the holes of train.log are filled stands in the folder (`ask_for_whole_log`). `once` ends after everything
+    that the first beat announces has arrived, at the first failure, or when another mirror holds the folder.
     """
 
     def __init__(
@@ -61,13 +78,11 @@ class Mirror:
         *,
         place_opener: Callable[[], Place],
         timing: Timing | None = None,
-        whole_log: bool = False,
         once: bool = False,
     ) -> None:
         self._directory = directory
         self._opener = place_opener
         self._timing = timing or Timing.from_environment()
-        self._whole_log = whole_log
         self._once = once
         self._files = MirrorFiles(directory)
         self._stop = threading.Event()
@@ -75,6 +90,9 @@ class Mirror:
         self._news = threading.Condition()
         self._news_count = 0
         self._thread: threading.Thread | None = None
+        self._process: Process | None = None
+        self._asked: tuple[int, int | None] | None = None
+        self._is_foreign = False
         self._tries = 0
         self._since: tuple[str, float] = ("", 0.0)
         self._next_save = 0.0
@@ -164,7 +182,7 @@ class Mirror:
         left = self._files.load()
         for key in ("last_heard", "beat", "clock_difference_s"):  # still the newest that is known
             self._files.connection[key] = left.get(key)
-        if left.get("state") == "ended" and not (self._whole_log and self._has_holes()):
+        if left.get("state") == "ended" and not (self._wants_whole_log() and self._has_holes()):
             return
         self._say("connecting")
         self.holds_lock = True
@@ -229,44 +247,59 @@ class Mirror:
         self._next_save = time.monotonic() + self._timing.beat_s
         self._announce()
 
+    def _wants_whole_log(self) -> bool:
+        return (self._directory / WHOLE_LOG).exists()
+
     def _has_holes(self) -> bool:
-        log = self._files.files.get(rundir.TRAIN_LOG)
-        return log is not None and log.extents.missing > 0
+        return bool(self._files.holes(rundir.TRAIN_LOG)[1])
+
+    def _ask_for_holes(self) -> None:
+        """Ask once a connection for the log's older bytes, as far as they are wanted."""
+        stop = None if self._wants_whole_log() else LOG_HEAD_BYTES if self._is_foreign else 0
+        generation, ranges = self._files.holes(rundir.TRAIN_LOG, stop)
+        if ranges and self._asked != (generation, stop):
+            self._asked = (generation, stop)
+            fill = {rundir.TRAIN_LOG: {"generation": generation, "ranges": ranges}}
+            assert self._process is not None
+            self._process.send(rundir.encode({"fill": fill}))
 
     def _follow(self) -> bool:
         """One connection, from its making to its end; True when nothing more is to be done."""
         nonce = secrets.token_hex(16)
-        run_id, argv = self._feed(nonce)
+        name, argv = self._feed(nonce)
         with Connecting(self._opener, argv) as connecting:
             while not connecting.wait(self._timing.poll_s):
                 if self._stop.is_set():
                     return True
                 if time.monotonic() >= self._next_save:
                     self._save()
-            process = connecting.process
-            have = self._files.have(whole_log=self._whole_log)
-            tail = None if self._whole_log else LOG_TAIL_BYTES
-            process.send(rundir.encode({"have": have, "log_tail": tail}))
-            return self._pump(process, FrameDecoder(nonce), run_id)
+            self._process, self._asked = connecting.process, None
+            request = {"have": self._files.have(), "log_tail": LOG_TAIL_BYTES}
+            self._process.send(rundir.encode(request))
+            return self._pump(self._process, FrameDecoder(nonce), name)
 
     def _feed(self, nonce: str) -> tuple[str, list[str]]:
-        """The run's id and the command of its feed."""
+        """What the feed will say that it serves, and the command of the feed."""
         path = self._directory / paths.PLACE
         place = rundir.read_whole(path) or {}
-        keys = ("run_id", "python", "payload_dir", "run_dir")
-        for key in keys:
+        for key in ("run_id", "python", "payload_dir", "run_dir"):
             if not isinstance(place.get(key), str):
                 raise LocalStateError(
                     f"{path}: no {key!r}; the file is absent or was not written by a launch",
                     "without it nobody knows where the run is; launch anew",
                 )
-        run_id, python, payload_dir, run_dir = (place[key] for key in keys)
-        argv = [python, "-S", f"{payload_dir}/remote_payload", "feed", run_dir, nonce]
+        argv = [place["python"], "-S", f"{place['payload_dir']}/remote_payload"]
+        log = place.get("log_path")
+        self._is_foreign = isinstance(log, str)
+        if isinstance(log, str):
+            name, argv = log, [*argv, "feed-log", log, nonce]
+        else:
+            name, argv = place["run_id"], [*argv, "feed", place["run_dir"], nonce]
         if self._timing.scale != 1:
             argv = ["env", f"{SCALE_VARIABLE}={self._timing.scale:g}", *argv]
-        return run_id, argv
+        return name, argv
 
-    def _pump(self, process: Process, decoder: FrameDecoder, run_id: str) -> bool:
+    def _pump(self, process: Process, decoder: FrameDecoder, name: str) -> bool:
         timing = self._timing
         now = awake_and_asleep()
         next_ping = now + timing.ping_s
@@ -284,9 +317,9 @@ class Mirror:
             if data:
                 for frame in decoder.feed(data):
                     if isinstance(frame, Hello):
-                        if frame.run != run_id:
+                        if frame.run != name:
                             said = safe_line(frame.run)
-                            raise FeedRefusedError(f"the feed serves run {said!r}, not {run_id!r}")
+                            raise FeedRefusedError(f"the feed serves {said!r}, not {name!r}")
                         greeted = True
                         dead_at = now + timing.silence_s
                     self._files.connection["last_heard"] = round(time.time(), 3)
@@ -328,7 +361,8 @@ class Mirror:
             self._files.connection["clock_difference_s"] = round(max(self._differences), 3)
         self._files.connection |= {"beat": beat.record, "tries": 0}
         self._files.note(beat)
-        complete = self._files.complete(beat, whole_log=self._whole_log)
+        self._ask_for_holes()
+        complete = self._files.complete(beat, whole_log=self._wants_whole_log())
         self._files.connection["complete"] = complete
         if complete and self._over(beat):
             self._say("ended")

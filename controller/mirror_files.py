@@ -30,7 +30,8 @@ from remote_payload import rundir
 LOCK: Final = "mirror.lock"
 MIRROR: Final = "mirror.json"
 HEAD_BYTES: Final = 4096
-"""How much of a file's beginning is compared to notice that it is another one."""
+TAIL_BYTES: Final = 256
+"""How much of a file's beginning and end is compared to notice that it is another one."""
 MAX_FILES: Final = 1000
 """More appended files than this (all but four in `crash/`) are not a run's."""
 
@@ -38,10 +39,11 @@ MAX_FILES: Final = 1000
 class MirroredFile:
     """What is known of one appended file."""
 
-    __slots__ = ("descriptor", "dirty", "extents", "generation", "size")
+    __slots__ = ("descriptor", "dirty", "extents", "generation", "inode", "size")
 
-    def __init__(self, generation: int, size: int, extents: Extents) -> None:
+    def __init__(self, generation: int, size: int, extents: Extents, inode: int | None = None) -> None:
         self.generation = generation
+        self.inode = inode
         self.size = size
         self.extents = extents
         self.descriptor = -1
@@ -102,7 +104,9 @@ class MirrorFiles:
             generation = entry.get("generation") if isinstance(entry, dict) else None
             if name in rundir.REPLACED or not rundir.is_mirrored(name) or type(generation) is not int:
                 continue
-            file = MirroredFile(generation, 0, Extents.from_json(entry.get("extents")))
+            inode = entry.get("inode")
+            inode = inode if type(inode) is int and inode >= 0 else None
+            file = MirroredFile(generation, 0, Extents.from_json(entry.get("extents")), inode)
             self.files[name] = file
             local = os.fstat(self._descriptor(name, file)).st_size
             file.extents.clip(local)
@@ -111,28 +115,35 @@ class MirrorFiles:
                 self._cut(name, file, file.extents.end)
         return self.record
 
-    def have(self, *, whole_log: bool) -> dict[str, dict[str, Any]]:
-        """What the feed is told that we have. `whole_log`: holes in train.log are to be filled too."""
+    def have(self) -> dict[str, dict[str, Any]]:
+        """What the feed is told that we have; holes in train.log are another matter (`holes`)."""
         told: dict[str, dict[str, Any]] = {}
         for name, file in self.files.items():
-            size = self._wanted_from(name, file, whole_log)
-            head = min(HEAD_BYTES, size, file.extents.prefix)
-            try:
-                content = os.pread(self._descriptor(name, file), head, 0)
-            except OSError as error:
-                raise self._trouble("cannot read", name, error) from error
+            size = _wanted_from(name, file, whole_log=False)
+            begin = file.extents.last[0] if size == file.extents.end else 0
+            head = self._read(name, file, 0, min(HEAD_BYTES, size, file.extents.prefix))
+            tail = self._read(name, file, max(begin, size - TAIL_BYTES), size)
             told[name] = {
                 "generation": file.generation,
                 "size": size,
-                "head": len(content),
-                "head_sha256": hashlib.sha256(content).hexdigest(),
+                "head": len(head),
+                "head_sha256": hashlib.sha256(head).hexdigest(),
+                "tail": len(tail),
+                "tail_sha256": hashlib.sha256(tail).hexdigest(),
+                "inode": file.inode,
             }
         return told
 
-    @staticmethod
-    def _wanted_from(name: str, file: MirroredFile, whole_log: bool) -> int:
-        tail_is_enough = name == rundir.TRAIN_LOG and not whole_log
-        return file.extents.end if tail_is_enough else file.extents.prefix
+    def _read(self, name: str, file: MirroredFile, start: int, stop: int) -> bytes:
+        try:
+            return os.pread(self._descriptor(name, file), stop - start, start)
+        except OSError as error:
+            raise self._trouble("cannot read", name, error) from error
+
+    def holes(self, name: str, stop: int | None = None) -> tuple[int, list[tuple[int, int]]]:
+        """The generation of the file `name`, and what is missing of it before its newest bytes and `stop`."""
+        file = self.files.get(name)
+        return (0, []) if file is None else (file.generation, file.extents.holes(stop))
 
     def append(self, frame: Append) -> None:
         """Write a piece of an appended file. Raises ProtocolError when bytes before it are missing."""
@@ -144,6 +155,7 @@ class MirrorFiles:
             self._cut(frame.file, file, 0)
         elif file.generation != frame.generation:
             file.generation, file.size, file.extents = frame.generation, 0, Extents()
+            file.inode = None
             self.save()
             self._cut(frame.file, file, 0)
         if file.extents and frame.offset > file.extents.end:
@@ -182,6 +194,7 @@ class MirrorFiles:
                 self.append(Append(name, generation, 0, b""))
             file = self.files[name]
             file.size = max(size, file.extents.end)
+            file.inode = beat.inodes.get(name)
 
     def complete(self, beat: Beat, *, whole_log: bool) -> bool:
         """Whether every byte that `beat` announces is here."""
@@ -190,7 +203,7 @@ class MirrorFiles:
             if file is None:
                 if size:
                     return False
-            elif file.generation != generation or self._wanted_from(name, file, whole_log) < size:
+            elif file.generation != generation or _wanted_from(name, file, whole_log) < size:
                 return False
         return True
 
@@ -208,6 +221,7 @@ class MirrorFiles:
                     name: {
                         "generation": file.generation,
                         "size": file.size,
+                        "inode": file.inode,
                         "extents": file.extents.to_json(),
                     }
                     for name, file in self.files.items()
@@ -241,3 +255,9 @@ class MirrorFiles:
             f"{what} {self.directory / name}: {why}",
             "the mirror goes on when the folder can be written again",
         )
+
+
+def _wanted_from(name: str, file: MirroredFile, whole_log: bool) -> int:
+    """From where on bytes are still wanted: all but the log's are, without a hole."""
+    tail_is_enough = name == rundir.TRAIN_LOG and not whole_log
+    return file.extents.end if tail_is_enough else file.extents.prefix

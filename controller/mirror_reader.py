@@ -39,7 +39,8 @@ class MirrorReader:
     def __init__(self, directory: Path, name: str = rundir.TRAIN_LOG, *, skip_holes: bool = True) -> None:
         self._directory = directory
         self._name = name
-        self._skip_holes = skip_holes
+        self.skip_holes = skip_holes
+        """Whether to go on behind missing bytes; may change at any time."""
         self._key: tuple[int, int, int] | None = None
         self._record: dict[str, Any] = {}
         self._generation: int | None = None
@@ -75,6 +76,24 @@ class MirrorReader:
             data, start = piece or (b"", offset)
             self._offset = start + len(data)
             return Piece(data, start - offset, restarted)
+
+    def waits_at_hole(self) -> bool:
+        """Whether there are known bytes, but missing ones before them."""
+        generation, extents = self._extents()
+        offset = self._offset if generation == self._generation else 0
+        found = extents.run_from(offset)
+        return found is not None and found[0] > offset
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever there may be something new to read, by the files' status alone."""
+        found: list[int] = []
+        for name in (MIRROR, self._name):
+            try:
+                status = (self._directory / name).stat()
+                found += (status.st_ino, status.st_size, status.st_mtime_ns)
+            except OSError:
+                found.append(-1)
+        return tuple(found)
 
     def skip_to_last_lines(self, count: int) -> None:
         """Go to where the last `count` lines begin (an unfinished one counts), if they are here."""
@@ -116,7 +135,7 @@ class MirrorReader:
             start, stop = found
             if stop == extents.end:
                 stop = self._end(extents)
-        if start > offset and not self._skip_holes:
+        if start > offset and not self.skip_holes:
             return None
         try:
             descriptor = os.open(self._directory / self._name, os.O_RDONLY | os.O_CLOEXEC)

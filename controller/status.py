@@ -48,7 +48,7 @@ def print_status(
     reader = MirrorReader(directory)
     trouble = Trouble(sys.stderr, lambda: True)
     try:
-        wait_until_current(reader, trouble, Waiter(mirror))
+        wait_until_current(reader, trouble, Waiter(reader, mirror))
     finally:
         trouble.clear()
     if mirror is not None and mirror.error is not None and reader.record().get("last_heard") is None:

@@ -16,8 +16,10 @@ from controller.trouble import Trouble
 if TYPE_CHECKING:
     from controller.mirror import Mirror
 
-_READER_S: Final = 0.05
-"""How often a reader looks for new bytes when another process writes the mirror."""
+_READER_S: Final = 0.01
+"""How often a reader looks for new bytes when another process writes the mirror: two calls of stat."""
+_LONGEST_S: Final = 0.25
+"""A wait in which nothing came ends after so long: ages and countdowns go on."""
 _PATIENCE_S: Final = 2.0
 
 
@@ -30,10 +32,12 @@ class Waiter:
 
     def __init__(
         self,
+        reader: MirrorReader,
         mirror: Mirror | None,
         out: BinaryIO | None = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
+        self._reader = reader
         self.mirror = mirror
         self._between = between
         self._start = time.time()
@@ -43,9 +47,11 @@ class Waiter:
             with contextlib.suppress(OSError, ValueError):  # not every stream has a descriptor
                 self._poll.register(out.fileno(), 0)  # asks for nothing but its reader's end
 
-    def seen(self) -> int:
+    def seen(self) -> tuple[int, ...]:
         """What `wait` is to compare with."""
-        return self.mirror.news_count if self.mirror else 0
+        if self.mirror is not None and self.mirror.holds_lock:
+            return (self.mirror.news_count,)
+        return self._reader.stamp()
 
     @property
     def gave_up(self) -> bool:
@@ -69,14 +75,17 @@ class Waiter:
             return settled
         return not self.mirror.running or (self.mirror.holds_lock and settled)
 
-    def wait(self, seen: int) -> None:
+    def wait(self, seen: tuple[int, ...]) -> None:
         """Until there may be news; raises BrokenPipeError when nobody reads our output any more."""
         if any(event & select.POLLERR for _, event in self._poll.poll(0)):
             raise BrokenPipeError
         self._between()
         if self.mirror is not None and self.mirror.holds_lock:
-            self.mirror.wait_for_news(seen, 0.25)
-        else:
+            if len(seen) == 1:  # otherwise it took the folder over meanwhile: there may be news
+                self.mirror.wait_for_news(seen[0], _LONGEST_S)
+            return
+        until = time.monotonic() + _LONGEST_S
+        while time.monotonic() < until and self.seen() == seen:
             time.sleep(_READER_S)
 
 

@@ -17,8 +17,13 @@ def logs(
     tail: Annotated[
         int | None, typer.Option("--tail", min=0, metavar="N", help="Only the last N lines, and on.")
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="From its first byte, also of a log of gigabytes.")
+    ] = False,
 ) -> int:
     """Print a run's log: every byte once, across lost connections.
+
+    Of a log that is long already its last MiB comes first, and older bytes only with --all.
 
     With --follow the exit code is the run's: 0 finished, 1 to 63 the trainer's own, 128 + n killed.
 
@@ -28,7 +33,7 @@ def logs(
     """
     from controller.paths import find_run
 
-    return follow_to_stdout(find_run(run), follow=follow, tail=tail)
+    return follow_to_stdout(find_run(run), follow=follow, tail=tail, whole=whole)
 
 
 def status(
@@ -80,10 +85,15 @@ def runs(as_json: Annotated[bool, typer.Option("--json", help="One JSON object a
     return 0
 
 
-def follow_to_stdout(directory: Path, *, follow: bool, tail: int | None) -> int:
+def follow_to_stdout(directory: Path, *, follow: bool, tail: int | None, whole: bool = False) -> int:
     """Print a run's log; the exit code is the run's, when followed to its end."""
     from controller.logs import follow_log
+    from controller.mirror import ask_for_whole_log
     from controller.watching import mirrored
 
+    if whole:
+        ask_for_whole_log(directory)
     with mirrored(directory, once=not follow) as mirror:
-        return follow_log(directory, follow=follow, tail=tail, out=sys.stdout.buffer, mirror=mirror)
+        return follow_log(
+            directory, follow=follow, tail=tail, whole=whole, out=sys.stdout.buffer, mirror=mirror
+        )

@@ -21,7 +21,7 @@ import pytest
 from controller import paths
 from controller.extents import Extents
 from controller.inventory import Host
-from controller.mirror import LOG_TAIL_BYTES, Mirror
+from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
 from controller.mirror_files import MIRROR
 from controller.place import Place, open_place
 from controller.timing import Timing
@@ -100,7 +100,9 @@ class Run:
         self.actor.kill()
         self.actor.wait()
 
-    def mirror(self, **options: Any) -> Mirror:
+    def mirror(self, *, whole_log: bool = False, **options: Any) -> Mirror:
+        if whole_log:
+            ask_for_whole_log(self.local)
         opener: Callable[[], Place] = lambda: open_place(self.host)  # noqa: E731
         made = Mirror(self.local, place_opener=opener, timing=TIMING, **options)
         self.mirrors.append(made)

@@ -46,6 +46,7 @@ class Remote:
         self.supervisor = self.trainer = "alive"
         self.run_id = RUN_ID
         self.haves: list[dict[str, Any]] = []
+        self.fills: list[dict[str, Any]] = []
         self.pings = 0
         self.status("running")
 
@@ -88,6 +89,8 @@ class Remote:
                 if have is not None:
                     head = bytes(content[: have["head"]])
                     same = hashlib.sha256(head).hexdigest() == have["head_sha256"]
+                    tail = bytes(content[max(0, have["size"] - have["tail"]) : have["size"]])
+                    same = same and hashlib.sha256(tail).hexdigest() == have["tail_sha256"]
                     same = same and len(content) >= have["size"]
                     self.generations[name] = have["generation"] + (0 if same else 1)
                     start = have["size"] if same else 0
@@ -95,6 +98,7 @@ class Remote:
                 start = max(0, len(content) - told["log_tail"])
             sent[name] = (self.generations[name], start)
         small: dict[str, bytes] = {}
+        filled = len(self.fills)
         sequence, next_beat = 0, 0.0
         while True:
             who = (self.supervisor, self.trainer)
@@ -107,6 +111,18 @@ class Remote:
             for name in list(self.files):
                 while frame := self._append(name, sent, frame_bytes):
                     yield frame
+            for fill in self.fills[filled:]:
+                filled += 1
+                for name, asked in fill.items():
+                    pieces = [
+                        (start, min(start + (1 << 20), stop))
+                        for first, stop in asked["ranges"]
+                        for start in range(first, stop, 1 << 20)
+                    ]
+                    for start, stop in pieces:
+                        data = bytes(self.files[name][start:stop])
+                        header = {"frame": "append", "file": name, "generation": asked["generation"]}
+                        yield line(header | {"offset": start, "size": len(data)}) + data
             now = time.monotonic()
             if who == (self.supervisor, self.trainer) and now >= next_beat:
                 next_beat = now + TIMING.beat_s
@@ -151,6 +167,8 @@ class FakeProcess:
             self._stream = self.remote.frames(told)
         elif data == b"{}\n":
             self.remote.pings += 1
+        elif fill := json.loads(bytes(data)).get("fill"):
+            self.remote.fills.append(fill)
 
     def close_stdin(self) -> None:
         pass

@@ -68,7 +68,7 @@ def joined(frames: list[Frame]) -> list[Frame]:
 def test_frames_of_every_kind_are_decoded() -> None:
     beat = {
         "frame": "beat", "t": 7.5, "mono": 1.0, "boot_id": "b", "supervisor": "alive", "trainer": "gone",
-        "files": {"train.log": {"generation": 2, "size": 9}},
+        "files": {"train.log": {"generation": 2, "size": 9, "inode": 77}},
     }  # fmt: skip
     frames = decode(
         stream(
@@ -84,7 +84,7 @@ def test_frames_of_every_kind_are_decoded() -> None:
         Append("train.log", 2, 4, b"a\nframe\n"),
         Replace("status.json", 1, b"{}"),
         Replace("exit.json", 1, b""),
-        Beat(7.5, "b", "alive", "gone", {"train.log": (2, 9)}, beat),
+        Beat(7.5, "b", "alive", "gone", {"train.log": (2, 9)}, {"train.log": 77}, beat),
         Refusal("disk on fire"),
     ]
 

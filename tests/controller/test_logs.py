@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from controller.errors import ProtocolError, UnreachableError
 from controller.logs import follow_log, whole_characters
-from controller.mirror import LOG_TAIL_BYTES, Mirror
+from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
 from controller.mirror_files import MIRROR
 from controller.mirror_reader import MirrorReader
 from remote_payload import rundir
@@ -56,11 +56,19 @@ class Scene:
         mirror.start()
         return mirror
 
-    def logs(self, *, follow: bool = False, tail: int | None = None, **options: Any) -> int:
+    def logs(
+        self, *, follow: bool = False, tail: int | None = None, whole: bool = False, **options: Any
+    ) -> int:
         with_mirror = options.pop("mirror", None) or self.mirror(once=not follow)
         try:
             return follow_log(
-                self.folder, follow=follow, tail=tail, out=self.out, mirror=with_mirror, notes=self.notes
+                self.folder,
+                follow=follow,
+                tail=tail,
+                whole=whole,
+                out=self.out,
+                mirror=with_mirror,
+                notes=self.notes,
             )
         finally:
             with_mirror.stop()
@@ -234,6 +242,48 @@ def test_bytes_that_were_left_out_are_said_and_not_invented(scene: Scene) -> Non
     assert scene.logs() == 0
     assert scene.out.getvalue() == line * (LOG_TAIL_BYTES // len(line))
     assert "160000 older bytes were not copied" in scene.notes.getvalue()
+
+
+def test_all_of_a_log_that_was_attached_late_is_fetched_and_printed_in_order(scene: Scene) -> None:
+    line = b"0123456789abcde\n"
+    log = line * ((LOG_TAIL_BYTES + 160_000) // len(line))
+    scene.remote.files["train.log"] += log
+    scene.line.chunk = 1 << 20
+    assert scene.logs() == 0
+    assert "--all" in scene.notes.getvalue()
+    scene.out.seek(0)
+    scene.out.truncate()
+    ask_for_whole_log(scene.folder)
+    assert scene.logs(whole=True) == 0
+    assert scene.out.getvalue() == log
+
+
+def test_all_of_a_log_is_waited_for_by_a_follower_beside_the_holder(scene: Scene) -> None:
+    log = b"".join(b"line %d\n" % n for n in range(200_000))
+    scene.remote.files["train.log"] += log
+    scene.line.chunk = 1 << 20
+    holder = scene.mirror()
+    until(lambda: holder.holds_lock and rundir.read_whole(scene.folder / MIRROR)["complete"])
+    ask_for_whole_log(scene.folder)
+    scene.in_thread(follow=True, whole=True)
+    until(lambda: scene.out.getvalue() == log)
+    scene.remote.files["train.log"] += b"new\n"
+    scene.remote.finish()
+    assert scene.join() == 0
+    assert scene.out.getvalue() == log + b"new\n"
+
+
+def test_older_bytes_that_cannot_be_had_now_are_left_out_and_said(scene: Scene) -> None:
+    log = b"".join(b"line %d\n" % n for n in range(200_000))
+    scene.remote.files["train.log"] += log
+    scene.line.chunk = 1 << 20
+    assert scene.logs() == 0
+    shown = scene.out.getvalue()
+    scene.line.error = UnreachableError("no route")
+    ask_for_whole_log(scene.folder)
+    assert scene.logs(whole=True) == 0
+    assert scene.out.getvalue() == shown * 2
+    assert "no route" in scene.notes.getvalue()
 
 
 def test_a_log_that_begins_anew_is_printed_anew_and_said(scene: Scene) -> None:

@@ -18,7 +18,7 @@ from controller.errors import (
     UnreachableError,
 )
 from controller.extents import Extents
-from controller.mirror import LOG_TAIL_BYTES, Mirror
+from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
 from controller.mirror_files import LOCK, MIRROR
 from controller.place import Place
 from remote_payload import rundir
@@ -216,7 +216,7 @@ def test_a_refusal_that_a_person_can_lift_is_said_and_tried_again_slowly(
     [
         (b'{"frame":"error","text":"no run \\u001b[31mrun-1"}\n', "no run run-1"),
         (b'{"frame":"hello","protocol":9,"schema":1,"run":"run-1"}\n', "protocol version 9"),
-        (b'{"frame":"hello","protocol":1,"schema":1,"run":"run-2"}\n', "serves run 'run-2'"),
+        (b'{"frame":"hello","protocol":1,"schema":1,"run":"run-2"}\n', "serves 'run-2'"),
     ],
 )
 def test_a_feed_that_refuses_for_good_is_not_asked_again(
@@ -426,10 +426,28 @@ def test_a_large_log_attached_late_gives_its_tail_first_and_the_rest_on_request(
     again.start()
     until(lambda: not again.running)
     assert line.attempts == 1  # it ended, and what was wanted of it is here
-    whole = mirrors(line, whole_log=True)
+    ask_for_whole_log(folder)
+    whole = mirrors(line)
     whole.start()
     until(lambda: not whole.running)
-    assert remote.haves[-1]["log_tail"] is None
+    assert remote.haves[-1]["have"]["train.log"]["size"] == LOG_TAIL_BYTES + 3_000_000
+    assert remote.fills == [{"train.log": {"generation": 1, "ranges": [[0, 3_000_000]]}}]
+    assert_equal(folder, remote)
+
+
+def test_whoever_writes_the_folder_fills_the_log_when_another_process_asks(
+    remote: Remote, mirrors: Callable[..., Mirror], folder: Path
+) -> None:
+    remote.files["train.log"] += random.Random(1).randbytes(LOG_TAIL_BYTES + 300_000)
+    mirror = mirrors(Line(remote, chunk=1 << 20))
+    mirror.start()
+    until(lambda: record(folder).get("complete"))
+    (folder / "whole-log").touch()
+    until(lambda: record(folder)["files"]["train.log"]["extents"] == [[0, LOG_TAIL_BYTES + 300_000]])
+    remote.files["train.log"] += b"and on\n"
+    remote.finish()
+    until(lambda: not mirror.running)
+    assert len(remote.fills) == 1
     assert_equal(folder, remote)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from controller import paths
 from controller.inventory import load
-from controller.mirror import Mirror
+from controller.mirror import Mirror, ask_for_whole_log
 from controller.mirror_files import MIRROR
 from controller.place import open_place
 from controller.timing import Timing
@@ -85,8 +85,9 @@ class Run:
             "created": 1.0, "job_name": "tiny",
         }  # fmt: skip
         (self.local / paths.PLACE).write_text(json.dumps(place))
+        ask_for_whole_log(self.local)
         host = load().hosts["rig"]
-        self.mirror = Mirror(self.local, place_opener=lambda: open_place(host), timing=TIMING, whole_log=True)
+        self.mirror = Mirror(self.local, place_opener=lambda: open_place(host), timing=TIMING)
         self.mirror.start()
 
     @property
