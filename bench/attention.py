@@ -1,0 +1,174 @@
+"""FlexAttention under the training mask, one variant of its tiles after the other: where the next ms may be.
+
+    python -m bench.attention [--shape 8b|4b] [--variants JSON] [--json FILE]
+
+Every variant is compiled in a process of its own, several at once; they measure one at a time, under a lock.
+A variant is a dictionary of FlexAttention's `kernel_options`; `fwd_` and `bwd_` before a name say for which
+pass. The first one, empty, is torch's own choice. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from bench.shapes import SHAPES
+from remote_payload.train.mask import block_mask, dense_mask, mask_mod
+
+AT_ONCE = 8
+
+
+def _forward(m: int, n: int, stages: int, warps: int, **more: bool) -> dict[str, Any]:
+    sizes = {"BLOCK_M": m, "BLOCK_N": n, "num_stages": stages, "num_warps": warps, **more}
+    return {f"fwd_{name}": value for name, value in sizes.items()}
+
+
+def _backward(m1: int, n1: int, m2: int, n2: int, stages: int, warps: int, **more: bool) -> dict[str, Any]:
+    sizes = {"BLOCK_M1": m1, "BLOCK_N1": n1, "BLOCK_M2": m2, "BLOCK_N2": n2}
+    sizes |= {"num_stages": stages, "num_warps": warps, **more}
+    return {f"bwd_{name}": value for name, value in sizes.items()}
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    _forward(128, 128, 2, 8) | _backward(64, 128, 128, 64, 2, 8),
+    _forward(128, 128, 2, 8, ROWS_GUARANTEED_SAFE=True) | _backward(128, 128, 128, 128, 1, 8),
+    _forward(128, 128, 3, 8, ROWS_GUARANTEED_SAFE=True) | _backward(64, 64, 64, 64, 3, 4),
+    _forward(128, 64, 4, 8) | _backward(128, 64, 64, 128, 2, 8),
+    _forward(128, 64, 3, 8, USE_TMA=True) | _backward(64, 128, 128, 64, 3, 8, USE_TMA=True),
+    _forward(128, 128, 2, 8, ROWS_GUARANTEED_SAFE=True, USE_TMA=True)
+    | _backward(64, 128, 128, 64, 2, 8, USE_TMA=True),
+    _forward(64, 128, 3, 4, ROWS_GUARANTEED_SAFE=True) | _backward(64, 128, 128, 64, 3, 8, PRESCALE_QK=True),
+    _forward(128, 64, 3, 4) | _backward(64, 64, 64, 64, 2, 4),
+    _forward(128, 128, 2, 8, ROWS_GUARANTEED_SAFE=True, PRESCALE_QK=True) | _backward(32, 128, 128, 32, 3, 8),
+    _forward(128, 64, 2, 8) | _backward(128, 128, 128, 64, 2, 8),
+    _forward(64, 64, 3, 4) | _backward(64, 128, 64, 64, 3, 4),
+    _forward(128, 32, 4, 8) | _backward(64, 128, 128, 128, 2, 8),
+    _forward(128, 128, 1, 8, ROWS_GUARANTEED_SAFE=True) | _backward(64, 64, 128, 64, 3, 4),
+]
+
+
+def measure(shape: str, options: dict[str, Any], lock: Path) -> dict[str, Any]:
+    """Median milliseconds of both passes of one layer, and relative errors against float32."""
+    sizes, device = SHAPES[shape], torch.device("cuda:0")
+    context, queries = sizes.context, sizes.anchors * sizes.block_size
+    torch.manual_seed(0)
+    anchors = torch.randperm(context - sizes.block_size, device=device)[: sizes.anchors].sort().values
+    starts = torch.zeros_like(anchors)
+    rule = mask_mod(starts, anchors, context, sizes.block_size)
+    tiles = block_mask(starts, anchors, context, sizes.block_size, rule)
+
+    def random(count: int, heads: int) -> Tensor:
+        made = torch.randn(count, heads, sizes.head_dim, device=device, dtype=torch.bfloat16)
+        return made.requires_grad_()
+
+    q, k, v = (
+        random(n, h)
+        for n, h in (
+            (queries, sizes.heads),
+            (context + queries, sizes.kv_heads),
+            (context + queries, sizes.kv_heads),
+        )
+    )
+
+    chosen: Any = options or None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out: Any = flex_attention(q, k, v, block_mask=tiles, enable_gqa=True, kernel_options=chosen)
+        return out[0].transpose(0, 1)  # type: ignore[no-any-return]
+
+    run: Any = torch.compile(attend, fullgraph=True, dynamic=False)
+    slope = torch.randn(queries, sizes.heads, sizes.head_dim, device=device, dtype=torch.bfloat16)
+    found = [(out := run(q, k, v)).detach(), *torch.autograd.grad(out, (q, k, v), slope)]
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        forward, backward = _timed(run, (q, k, v), slope)
+    group = sizes.heads // sizes.kv_heads
+    mask = dense_mask(starts, anchors, context, sizes.block_size)
+    exact = _exact(q[:, :group], k[:, :1], v[:, :1], mask, slope[:, :group])
+    errors = [
+        float((one[:, : other.shape[1]].float() - other).norm() / other.norm())
+        for one, other in zip(found, exact, strict=True)
+    ]
+    return {"forward_ms": forward, "backward_ms": backward, "errors": errors}
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, slope: Tensor) -> list[Tensor]:
+    """Output and gradients in float32 with the dense mask."""
+    q, k, v = (t.detach().float().requires_grad_() for t in (q, k, v))
+    turned = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    wide = F.scaled_dot_product_attention(turned[0], turned[1], turned[2], attn_mask=mask, enable_gqa=True)
+    out = wide[0].transpose(0, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), slope.float())]
+
+
+def _timed(run: Any, inputs: tuple[Tensor, ...], slope: Tensor) -> tuple[float, float]:
+    times = []
+    for _ in range(13):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        out = run(*inputs)
+        events[1].record()
+        torch.autograd.grad(out, inputs, slope)
+        events[2].record()
+        torch.cuda.synchronize()
+        times.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
+    return statistics.median(t[0] for t in times[3:]), statistics.median(t[1] for t in times[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=[s for s in SHAPES if s != "tiny"], default="8b")
+    parser.add_argument("--variants", type=json.loads, default=VARIANTS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "bench-attention.lock")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one variant")
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        print(json.dumps(measure(arguments.shape, json.loads(arguments.one), arguments.lock)))
+        return
+
+    def one(options: dict[str, Any]) -> dict[str, Any]:
+        command = [sys.executable, "-m", "bench.attention", "--shape", arguments.shape]
+        command += ["--lock", str(arguments.lock), "--one", json.dumps(options)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=arguments.limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"options": options, "failure": f"not done after {arguments.limit:.0f} s"}
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "Error" in line]
+            return {"options": options, "failure": (lines or ["no reason given"])[-1][:300]}
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return {"options": options} | found
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for result in pool.map(one, arguments.variants):
+            if arguments.json:
+                with arguments.json.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+            shown = result.get("failure") or (
+                f"forward {result['forward_ms']:6.3f} ms  backward {result['backward_ms']:6.3f} ms"
+                f"  errors {' '.join(f'{e:.1e}' for e in result['errors'])}"
+            )
+            print(f"{shown}  {json.dumps(result['options'])}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
