@@ -9,6 +9,7 @@ A test that needs trouble makes it here: broken or silent connections, a server 
 another key, login noise, an older pct, a locked container, GPUs that are lost or never answer.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -84,7 +85,8 @@ class Rig:
     def _bring_up(self) -> None:
         for name in ("bin", "log", "lock", "lower", "lxc", "pve"):
             (self.state / name).mkdir()
-        (self.state / "bin" / "pct").symlink_to(HERE / "pct")
+        for tool in ("pct", "pvesh", "sudo"):
+            (self.state / "bin" / tool).symlink_to(HERE / tool)
         self.sshd = sshd.Sshd(self.state)
         self.sshd.create()
         self.container = Container(self.state, self.vmid, self.memory)
@@ -292,6 +294,25 @@ class Rig:
         flag = self.state / "pve" / "older"
         flag.touch() if older else flag.unlink(missing_ok=True)
 
+    def sudo(self, mode: Literal["allowed", "password", "refused"]) -> None:
+        """What the host's sudo says from now on to who asks without a terminal."""
+        (self.state / "sudo").write_text("" if mode == "allowed" else mode)
+
+    def cluster(self, guests: list[dict[str, object]]) -> None:
+        """What pvesh says of the cluster's guests: `vmid`, `node`, `type` of each."""
+        (self.state / "cluster.json").write_text(json.dumps(guests))
+
+    @contextmanager
+    def without(self, *programs: str) -> Iterator[None]:
+        """Meanwhile the container lacks these programs, absolute paths."""
+        for program in programs:
+            self.container_run(["mv", program, f"{program}.away"], check=True)
+        try:
+            yield
+        finally:
+            for program in programs:
+                self.container_run(["mv", f"{program}.away", program], check=True)
+
     def lock_container(self, reason: str | None, vmid: int = vmid) -> None:
         """Sets the container's `lock:` (backup, ...), which start and stop refuse; None clears."""
         file = self.state / "pve" / f"{vmid}.conf"
@@ -318,6 +339,8 @@ class Rig:
         self.trust_host_key()
         self.login_noise("")
         self.older_pct(False)
+        self.sudo("allowed")
+        self.cluster([])
         for vmid in (self.vmid, self.stopped_vmid):
             self.lock_container(None, vmid)
         if self.stopped_container.pid() is not None:

@@ -19,9 +19,11 @@ from controller.errors import (
     HostKeyError,
     PctError,
     UnreachableError,
+    UsageError,
 )
 from controller.inventory import Host, load
 from controller.place import Place, open_place
+from controller.ship import pack, ship
 from tests.controller.test_place import NASTY, TEXT, crossed
 from tests.rig.rig import Rig
 
@@ -43,11 +45,13 @@ def machine(container: Host) -> Host:
     return container.model_copy(update={"kind": "ssh", "container": None})
 
 
-@pytest.fixture(params=["proxmox", "ssh", "older pct"])
+@pytest.fixture(params=["proxmox", "ssh", "older pct", "sudo"])
 def place(request: pytest.FixtureRequest, rig: Rig, container: Host, machine: Host) -> Iterator[Place]:
     if request.param == "older pct":
         rig.older_pct()
-    with open_place(machine if request.param == "ssh" else container) as opened:
+    changes = {"sudo": True} if request.param == "sudo" else {}
+    chosen = machine if request.param == "ssh" else container
+    with open_place(chosen.model_copy(update=changes)) as opened:
         yield opened
 
 
@@ -55,10 +59,98 @@ def test_arguments_cross_ssh_pct_and_shells_unharmed(place: Place) -> None:
     assert crossed(place, NASTY) == NASTY
 
 
-@given(st.lists(TEXT, min_size=1, max_size=200))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TEXT, min_size=100, max_size=400))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_text_crosses_all_layers_unharmed(place: Place, texts: list[str]) -> None:
     assert crossed(place, texts) == texts
+
+
+BYTES = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"").decode("utf-8", "surrogateescape"))
+
+
+@given(st.lists(BYTES, min_size=100, max_size=400))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_bytes_that_are_no_text_cross_too_as_file_names_may_hold_them(place: Place, texts: list[str]) -> None:
+    assert crossed(place, texts) == texts
+
+
+def test_arguments_that_are_too_long_are_refused_with_a_way_out(place: Place) -> None:
+    with pytest.raises(UsageError, match="KiB as they travel; 120 KiB fit"):
+        place.start(["echo", "x" * 130_000])
+    assert crossed(place, ["x" * 100_000]) == ["x" * 100_000]
+
+
+def test_a_container_without_bash_needs_nothing_but_sh_and_python(rig: Rig, container: Host) -> None:
+    with rig.without("/bin/bash", "/usr/bin/setsid"):
+        assert rig.container_run(["/bin/bash", "-c", "true"]).returncode == 127
+        with open_place(container) as place:
+            assert crossed(place, NASTY) == NASTY
+            shipped = ship(place, pack(), ["preflight", place.workspace])
+            assert shipped.status == 0, shipped.stderr
+            command = place.start(["sh", "-c", "trap 'exit 9' INT; while :; do sleep 0.1; done"])
+            place.signal(command, "INT")
+            assert command.wait(20) == 9
+
+
+def test_a_signal_reaches_all_that_a_command_started_and_nothing_else(place: Place) -> None:
+    other = place.start(["sleep", "60"])
+    command = place.start(["sh", "-c", "sleep 60 & sleep 61 & wait"])
+    place.signal(command, "TERM")
+    assert command.wait(20) == 143
+    assert other.wait(0.1) is None
+    left = place.run(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], timeout=20).stdout
+    assert b"sleep 61" not in left
+    place.signal(other, "KILL")
+    assert other.wait(20) == 137
+
+
+def test_both_streams_come_apart_as_they_are_written(place: Place) -> None:
+    script = "for i in 1 2 3; do echo out$i; echo err$i >&2; sleep 0.05; done; exit 3"
+    command = place.start(["sh", "-c", script])
+    out = err = b""
+    while (got := command.receive_streams(20)) != (b"", b""):
+        assert got is not None
+        out, err = out + got[0], err + got[1]
+    assert (out, err) == (b"out1\nout2\nout3\n", b"err1\nerr2\nerr3\n")
+    assert command.wait(20) == 3
+
+
+def test_sudo_that_wants_a_password_is_said_with_the_line_that_allows_it(rig: Rig, container: Host) -> None:
+    by_sudo = container.model_copy(update={"sudo": True, "user": rig.user})
+    for mode, text in (("password", "a password is required"), ("refused", "is not allowed to execute")):
+        rig.sudo(mode)  # type: ignore[arg-type]
+        error = failure(by_sudo)
+        assert isinstance(error, AuthenticationError)
+        assert text in error.message
+        assert "NOPASSWD: /usr/sbin/pct" in error.hint
+        assert isinstance(
+            failure(by_sudo.model_copy(update={"kind": "ssh", "container": None})), AuthenticationError
+        )
+
+
+def test_sudo_runs_pct_and_nothing_else_as_root(rig: Rig, container: Host) -> None:
+    log = rig.state / "log" / "sudo.log"
+    log.write_text("")
+    with open_place(container.model_copy(update={"sudo": True})) as place:
+        assert place.run(["id", "-u"], timeout=20).stdout == b"0\n"
+    assert [line.split()[:2] for line in log.read_text().splitlines() if line.startswith("pct")] == [
+        ["pct", "exec"]
+    ]
+
+
+@pytest.mark.parametrize("sudo", [False, True])
+def test_a_container_of_another_node_is_found_in_the_cluster(rig: Rig, container: Host, sudo: bool) -> None:
+    away = container.model_copy(update={"container": rig.absent_vmid, "sudo": sudo})
+    rig.cluster([{"vmid": rig.absent_vmid, "node": "pve2", "type": "lxc"}])
+    error = failure(away)
+    assert isinstance(error, ContainerError)
+    assert error.message.endswith("is on another node of the cluster: pve2, and not rig")
+    assert "address" in error.hint and "pve2" in error.hint
+    rig.cluster([{"vmid": rig.absent_vmid, "node": "rig", "type": "qemu"}])
+    error = failure(away)
+    assert "is no container but a virtual machine" in error.message
+    (rig.state / "cluster.json").write_text("nonsense")
+    assert "does not exist (on its node rig)" in failure(away).message
 
 
 def test_a_session_too_many_is_refused_and_harms_no_other(machine: Host) -> None:
