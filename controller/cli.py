@@ -90,6 +90,8 @@ for command in (
     watch.logs,
     watch.status,
     control.stop,
+    control.checkpoint,
+    control.resume,
     watch.tui,
     watch.runs,
 ):

@@ -1,4 +1,4 @@
-"""From a job to a run that lives without us: check, ship, start; and the requests to a run that lives.
+"""From a job to a run that lives without us: check, ship, start.
 
 Two remote commands when the payload is there already: one that brings the payload and examines the
 place, one that starts the supervisor. The local folder with place.json is made before the start, so a
@@ -8,64 +8,33 @@ connection that breaks in between leaves a run that `status` can ask about, neve
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import json
-import os
 import re
 import secrets
 import shutil
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
-
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from controller import __version__, doctor, paths
 from controller.errors import (
     ConnectionLostError,
+    GpusInUseError,
     LaunchError,
-    LocalStateError,
     PayloadEnvironmentError,
-    RunLostError,
 )
+from controller.gpu_claims import conflicts
 from controller.inventory import Host
-from controller.place import Completed, Place, open_place
+from controller.place import Place, open_place
+from controller.run_place import RunPlace, answer_of, by, payload_command
+from controller.run_records import table
 from controller.ship import Payload, pack, ship
-from controller.timing import SCALE_VARIABLE, Timing
+from controller.text import safe_line
 from remote_payload import rundir
 from remote_payload.job import Job
 
-COMMAND_S: Final = 60.0
-"""Longest time of a short remote command."""
-
-
-class RunPlace(BaseModel):
-    """place.json: how to reach a run again."""
-
-    model_config = ConfigDict(frozen=True)
-
-    host: Host
-    run_id: str
-    run_dir: str
-    payload_dir: str
-    digest: str
-    python: str
-    created: float
-    """Unix seconds of the laptop."""
-    job_name: str
-
-    @classmethod
-    def read(cls, directory: Path) -> RunPlace:
-        """The one in the mirror folder `directory`. Raises LocalStateError."""
-        path = directory / paths.PLACE
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise LocalStateError(f"{path}: cannot be read ({error.strerror})") from error
-        except ValidationError as error:
-            raise LocalStateError(f"{path}: is damaged ({error.errors()[0]['msg']})") from error
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,29 +55,33 @@ def launch(
     job: Job,
     job_name: str,
     *,
-    say: Callable[[str], None] = lambda text: None,
-    progress: Callable[[int, int], None] | None = None,
+    say: Say = lambda text: None,
+    progress: Progress | None = None,
     accept_new_host_key: bool = False,
+    force: bool = False,
 ) -> LaunchedRun:
     """Start `job` in `host`, detached. `say` is told each step, `progress` the bytes sent.
 
-    Raises the leaf that fits: everything of `place` and `ship`, PayloadEnvironmentError for a failed
-    check, LaunchError when the payload refuses.
+    `force`: also on GPUs that somebody uses. Raises the leaf that fits: everything of `place` and `ship`,
+    PayloadEnvironmentError for a failed check, GpusInUseError, LaunchError when the payload refuses.
     """
     payload = pack()
     with open_place(host, accept_new_host_key=accept_new_host_key) as place:
-        _prepare(place, payload, job, say, progress)
+        prepare(place, payload, job, say=say, progress=progress, force=force)
         return _start(place, payload, job, job_name)
 
 
-def _prepare(
+def prepare(
     place: Place,
     payload: Payload,
     job: Job,
-    say: Callable[[str], None],
-    progress: Callable[[int, int], None] | None,
+    *,
+    say: Say,
+    progress: Progress | None,
+    force: bool,
+    own: str = "",
 ) -> None:
-    """Ship the payload and examine the place."""
+    """Ship the payload, examine the place, and see that the job's GPUs are free (but for the run `own`)."""
     host = place.description
     shipped = ship(place, payload, ["preflight", place.workspace], progress=progress)
     if shipped.new_workspace:
@@ -118,9 +91,9 @@ def _prepare(
     say(f"{host.name}: payload {payload.digest[:12]} {how}")
     answer = rundir.decode(shipped.output)
     if answer is None:
-        raise PayloadEnvironmentError(
-            f"{host.name}: preflight failed with status {shipped.status}: {_last(shipped.stderr)}"
-        )
+        lines = shipped.stderr.decode(errors="replace").strip().splitlines()
+        said = lines[-1] if lines else "it said nothing"
+        raise PayloadEnvironmentError(f"{host.name}: preflight failed with status {shipped.status}: {said}")
     checks = doctor.examine(answer, job, host)
     doctor.require(checks, host)
     fine = [f"{check.name} {check.seen}" for check in checks if check.level == "ok"]
@@ -128,6 +101,14 @@ def _prepare(
     for check in checks:
         if check.level == "warning":
             say(f"warning: {host.name}: {check.seen}; {check.todo}")
+    in_use = [safe_line(line) for line in conflicts(table(answer, "use"), job, host.env, own=own)]
+    if in_use and not force:
+        raise GpusInUseError(
+            f"{host.name}: GPUs of the job are in use: {'; '.join(in_use)}",
+            "Wait, stop that, or name other `targets` and `drafters`; --force starts nevertheless.",
+        )
+    for line in in_use:
+        say(f"warning: {host.name}: in use, and shared because of --force: {line}")
 
 
 def _start(place: Place, payload: Payload, job: Job, job_name: str) -> LaunchedRun:
@@ -135,50 +116,56 @@ def _start(place: Place, payload: Payload, job: Job, job_name: str) -> LaunchedR
     run_id = new_run_id(job_name, time.time())
     while paths.mirror_dir(run_id, place.host).exists():  # the folder below must be ours alone
         run_id = new_run_id(job_name, time.time())
-    payload_dir = f"{place.workspace}/payloads/{payload.digest}"
-    run_dir = f"{place.workspace}/runs/{run_id}"
     created = round(time.time(), 3)
     run_place = RunPlace(
         host=host,
         run_id=run_id,
-        run_dir=run_dir,
-        payload_dir=payload_dir,
+        run_dir=f"{place.workspace}/runs/{run_id}",
+        payload_dir=payload_dir_of(place, payload),
         digest=payload.digest,
         python=place.python,
         created=created,
         job_name=job_name,
     )
     local_dir = paths.make_mirror_dir(run_id, place.host)
-    try:
-        rundir.write_whole(local_dir / paths.PLACE, run_place.model_dump_json().encode() + b"\n")
-    except OSError as error:
-        raise LocalStateError(f"{local_dir}: cannot be written ({error.strerror})") from error
+    run_place.write(local_dir)
     run = {
         "id": run_id,
         "created": created,
-        "payload": payload.digest,
         "place": host.name,
         "host": place.host,
         "hosts": [place.host],
         "workspace": place.workspace,
-        "python": place.python,
         "job": job_name,
-        "env": host.env,
         "by": by(),
-        "dflashctl": __version__,
+        **of_this_attempt(place, payload),
     }
     order = json.dumps({"run": run, "job": job.to_toml()}).encode()
     try:
-        done = _payload_command(place, payload_dir, ["start", place.workspace, run_id], order)
+        argv = ["start", place.workspace, run_id]
+        answer, said = answer_of(payload_command(place, run_place.payload_dir, argv, order))
     except ConnectionLostError as error:
         error.hint = f"Whether it started says: dflashctl status {run_id}"
         raise
-    answer = rundir.decode(done.stdout) or {}
     if not answer.get("ok"):
         shutil.rmtree(local_dir.parent, ignore_errors=True)
-        said = answer.get("error") or _last(done.stderr)
-        raise LaunchError(f"{host.name}: the run was not started: {said}")
-    return LaunchedRun(run_id, run_dir, payload_dir, payload.digest, local_dir)
+        raise LaunchError(f"{host.name}: the run was not started: {safe_line(said)}")
+    return LaunchedRun(run_id, run_place.run_dir, run_place.payload_dir, payload.digest, local_dir)
+
+
+def payload_dir_of(place: Place, payload: Payload) -> str:
+    """Where the shipped payload lies in the place."""
+    return f"{place.workspace}/payloads/{payload.digest}"
+
+
+def of_this_attempt(place: Place, payload: Payload) -> dict[str, object]:
+    """The fields of run.json that a resume replaces."""
+    return {
+        "payload": payload.digest,
+        "python": place.python,
+        "env": place.description.env,
+        "dflashctl": __version__,
+    }
 
 
 def new_run_id(job_name: str, now: float) -> str:
@@ -187,42 +174,3 @@ def new_run_id(job_name: str, now: float) -> str:
     alphabet = "abcdefghijkmnpqrstuvwxyz23456789"
     end = "".join(secrets.choice(alphabet) for _ in range(4))
     return f"{stem}-{time.strftime('%m%d-%H%M', time.localtime(now))}-{end}"
-
-
-def stop(run_place: RunPlace, *, grace_s: float | None = None) -> None:
-    """Ask the run to checkpoint and end; SIGKILL after `grace_s` (None: the supervisor's default).
-
-    Returns once the request lies there. Raises RunLostError when nobody is there to act on it, also
-    because the run has ended.
-    """
-    content: dict[str, Any] = {"by": by()}
-    if grace_s is not None:
-        content["grace_s"] = grace_s
-    with open_place(run_place.host) as place:
-        argv = ["control", run_place.run_dir, rundir.Request.STOP]
-        done = _payload_command(place, run_place.payload_dir, argv, json.dumps(content).encode())
-    answer = rundir.decode(done.stdout) or {}
-    if not answer.get("ok"):
-        raise RunLostError(f"{run_place.run_id}: {answer.get('error') or _last(done.stderr)}")
-
-
-def by() -> str:
-    """Who asks: user@machine."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a uid without a name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
-
-
-def _payload_command(place: Place, payload_dir: str, command: Sequence[str], stdin: bytes) -> Completed:
-    argv = [place.python, f"{payload_dir}/remote_payload", *command]
-    scale = Timing.from_environment().scale
-    if scale != 1:
-        argv = ["env", f"{SCALE_VARIABLE}={scale:g}", *argv]
-    return place.run(argv, stdin=stdin, timeout=COMMAND_S)
-
-
-def _last(stderr: bytes) -> str:
-    lines = stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from controller.launch import RunPlace
+from controller.errors import NotInTimeError
 from controller.mirror import Mirror
 from controller.place import open_place
+from controller.run_place import RunPlace
 from controller.run_reader import RunReader
 from controller.run_state import RunState
+from controller.status import read_state
 
 
 def new_mirror(directory: Path, *, once: bool = False) -> Mirror:
@@ -31,14 +33,38 @@ def mirrored(directory: Path, *, once: bool = False) -> Iterator[Mirror]:
         mirror.stop()
 
 
-def last_state(directory: Path, *, wait: bool) -> RunState:
-    """The run's state after one look, or, with `wait`, once it has ended."""
-    with mirrored(directory, once=not wait) as mirror:
+def last_state(directory: Path) -> RunState:
+    """The run's state after one look."""
+    with mirrored(directory, once=True) as mirror:
         seen = -1
         while mirror.running:
             seen = mirror.wait_for_news(seen, 1.0)
+    return read_state(directory, time.time())
+
+
+def wait_for(
+    directory: Path, mirror: Mirror, found: Callable[[RunState], bool], *, limit_s: float, what: str
+) -> RunState:
+    """The run's state once `found` is true of it, or once it has ended.
+
+    `mirror` keeps the folder up to date. Raises NotInTimeError, with `what` was waited for, after `limit_s`
+    seconds, and the mirror's error when it gave up.
+    """
     reader = RunReader(directory)
-    state = reader.poll(time.time())
-    while state.unread_bytes:
+    deadline = time.monotonic() + limit_s
+    while True:
+        seen = mirror.news_count
         state = reader.poll(time.time())
-    return state
+        while state.unread_bytes:
+            state = reader.poll(time.time())
+        if found(state) or state.ended:
+            return state
+        if not mirror.running and mirror.error is not None:
+            raise mirror.error
+        if time.monotonic() > deadline:
+            how = state.health.headline
+            raise NotInTimeError(
+                f"{state.run_id}: {what} did not come within {limit_s:.0f} s ({how})",
+                f"It may come yet: dflashctl status {state.run_id}",
+            )
+        mirror.wait_for_news(seen, 0.5)

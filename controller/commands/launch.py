@@ -23,15 +23,30 @@ if TYPE_CHECKING:
     from controller.inventory import Host
 
 
+ChangesOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
+]
+RestartOption = Annotated[
+    str | None,
+    typer.Option("--restart", metavar="WHEN", help="never or on-crash; the job's key `restart`."),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Also on GPUs that somebody uses.")]
+
+
+def with_restart(changes: list[str] | None, restart: str | None) -> list[str]:
+    """The changes to the job, that of `--restart` among them."""
+    return [*(changes or []), *([f"restart={restart}"] if restart is not None else [])]
+
+
 def launch(
     host: HostOption = None,
     job: Annotated[
         str, typer.Option("--job", metavar="NAME|FILE", help="A job of the payload by name, or a TOML file.")
     ] = "demo",
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
-    ] = None,
+    changes: ChangesOption = None,
+    restart: RestartOption = None,
+    force: ForceOption = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log to the run's end.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done; contact nobody.")
@@ -49,11 +64,12 @@ def launch(
     \b
     dflashctl launch --job demo --follow
     dflashctl launch --host gpubox --job mine.toml --set learning_rate=3e-4
+    dflashctl launch --host gpubox --job mine.toml --restart on-crash
     """
     from controller import jobs
 
     chosen = chosen_host(host, kind, container, user, port)
-    name, checked = jobs.load(job, changes or [])
+    name, checked = jobs.load(job, with_restart(changes, restart))
     if dry_run:
         _print_dry_run(chosen, name, checked.to_toml())
         return 0
@@ -66,6 +82,7 @@ def launch(
         say=say,
         progress=show_upload,
         accept_new_host_key=accept_new_host_key,
+        force=force,
     )
     print(run.run_id, flush=True)
     if not follow:

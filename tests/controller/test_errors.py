@@ -38,6 +38,8 @@ def test_the_documented_codes_stay() -> None:
         "ProtocolError": 75,
         "ConnectionLostError": 76,
         "LocalStateError": 77,
+        "GpusInUseError": 78,
+        "NotInTimeError": 79,
         "InterruptedByUser": 80,
     }
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from controller import launch as launching
-from controller import local, paths
+from controller import local, paths, run_place
 from controller.errors import (
     ConnectionLostError,
     LaunchError,
@@ -21,7 +20,9 @@ from controller.errors import (
     RunLostError,
 )
 from controller.inventory import Host
-from controller.launch import LaunchedRun, RunPlace, launch, new_run_id, stop
+from controller.launch import LaunchedRun, launch, new_run_id
+from controller.run_control import stop
+from controller.run_place import RunPlace
 from controller.ship import PACKAGE, pack
 from remote_payload import rundir
 from remote_payload.job import Job
@@ -44,7 +45,8 @@ def _light_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy / "train").mkdir()
     (copy / "train" / "__init__.py").write_text("")
     (copy / "train" / "main.py").write_text(TRAINER)
-    monkeypatch.setattr(launching, "pack", lambda: pack(copy))
+    monkeypatch.setattr("controller.launch.pack", lambda: pack(copy))
+    monkeypatch.setattr("controller.resuming.pack", lambda: pack(copy))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.1")
 
@@ -178,7 +180,7 @@ def test_a_start_that_is_refused_leaves_no_run_behind(host: Host) -> None:
 def test_a_connection_that_breaks_during_the_start_leaves_a_run_to_ask_about(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "COMMAND_S", 0.0)
+    monkeypatch.setattr(run_place, "COMMAND_S", 0.0)
     with pytest.raises(ConnectionLostError) as caught:
         launch(host, JOB, "tiny")
     (known,) = paths.known_runs()
@@ -190,7 +192,7 @@ def test_a_stop_reaches_the_trainer_and_says_who_asked(host: Host, sleeping: Lau
     wait_for(sleeping, "killed")  # this trainer does not mind SIGTERM
     lines = (Path(sleeping.run_dir) / rundir.SUPERVISOR_LOG).read_bytes().splitlines()
     requests = [record for record in map(json.loads, lines) if record["kind"] == "request"]
-    assert [(record["name"], record["by"]) for record in requests] == [("stop", launching.by())]
+    assert [(record["name"], record["by"]) for record in requests] == [("stop", run_place.by())]
 
 
 def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:

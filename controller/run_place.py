@@ -1,0 +1,84 @@
+"""place.json, the laptop's note of where a run is; and the payload's short commands about that run."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from controller import paths
+from controller.errors import LocalStateError
+from controller.inventory import Host
+from controller.place import Completed, Place
+from controller.timing import SCALE_VARIABLE, Timing
+from remote_payload import rundir
+
+COMMAND_S: Final = 60.0
+"""Longest time of a short remote command."""
+
+
+class RunPlace(BaseModel):
+    """place.json: how to reach a run again."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: Host
+    run_id: str
+    run_dir: str
+    payload_dir: str
+    digest: str
+    python: str
+    created: float
+    """Unix seconds of the laptop."""
+    job_name: str
+
+    @classmethod
+    def read(cls, directory: Path) -> RunPlace:
+        """The one in the mirror folder `directory`. Raises LocalStateError."""
+        path = directory / paths.PLACE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise LocalStateError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValidationError as error:
+            raise LocalStateError(f"{path}: is damaged ({error.errors()[0]['msg']})") from error
+
+    def write(self, directory: Path) -> None:
+        """Write it into the mirror folder `directory`. Raises LocalStateError."""
+        try:
+            rundir.write_whole(directory / paths.PLACE, self.model_dump_json().encode() + b"\n")
+        except OSError as error:
+            raise LocalStateError(f"{directory}: cannot be written ({error.strerror})") from error
+
+
+def payload_argv(place: Place, payload_dir: str, command: Sequence[str]) -> list[str]:
+    """What runs `command` of the payload in `place`, on clocks as fast as ours."""
+    argv = [place.python, f"{payload_dir}/remote_payload", *command]
+    scale = Timing.from_environment().scale
+    return argv if scale == 1 else ["env", f"{SCALE_VARIABLE}={scale:g}", *argv]
+
+
+def payload_command(place: Place, payload_dir: str, command: Sequence[str], stdin: bytes = b"") -> Completed:
+    """Run a short command of the payload. Raises what `Place.run` raises."""
+    return place.run(payload_argv(place, payload_dir, command), stdin=stdin, timeout=COMMAND_S)
+
+
+def answer_of(done: Completed) -> tuple[Mapping[str, Any], str]:
+    """The payload's answer, and what it said when it refused (its error, or the end of its stderr)."""
+    answer = rundir.decode(done.stdout) or {}
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return answer, str(answer.get("error") or (lines[-1] if lines else "it said nothing"))
+
+
+def by() -> str:
+    """Who asks: user@machine."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,125 @@
+"""Asking a run for something and waiting until it is done: `stop` and `checkpoint`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from controller.errors import RunLostError
+from controller.launch import Say
+from controller.mirror import Mirror
+from controller.mirror_reader import MirrorReader
+from controller.run_control import ask, memory_left
+from controller.run_control import stop as ask_to_stop
+from controller.run_place import RunPlace
+from controller.run_state import RunState
+from controller.status import read_state
+from controller.timing import Timing
+from controller.trouble import Trouble
+from controller.waiting import Waiter, wait_until_current
+from controller.watching import last_state, mirrored, wait_for
+from remote_payload.rundir import CHECKPOINTS, Request
+
+_BEYOND_GRACE_S: Final = 60.0
+"""The supervisor's last call, its own end, and a connection that is made anew."""
+_RELEASE_S: Final = 10.0
+"""How long a driver may take to give the memory of a dead process back."""
+
+
+def stop(directory: Path, *, grace_s: float, say: Say) -> dict[str, Any]:
+    """Have the run checkpoint and end, wait for it, and look at its GPUs; the keys of `stop --json`.
+
+    Raises RunLostError when nobody is there to act on it and the run had not ended, NotInTimeError.
+    """
+    run_place = RunPlace.read(directory)
+    refusal: RunLostError | None = None
+    try:
+        ask_to_stop(run_place, grace_s=grace_s)
+    except RunLostError as error:
+        refusal = error
+    if refusal is not None:
+        state = last_state(directory)
+        if not state.ended:
+            raise refusal
+        say(f"{run_place.run_id}: {state.health.headline}")
+        return _stopped(run_place, state, [])
+    say(f"{run_place.run_id}: asked to stop; waiting for its end (Ctrl-C leaves it to itself)")
+    with mirrored(directory) as mirror:
+        limit = grace_s + _BEYOND_GRACE_S
+        state = wait_for(directory, mirror, lambda state: False, limit_s=limit, what="its end")
+    say(f"{run_place.run_id}: {state.health.headline}")
+    held = _held(run_place, state)
+    for line in held:
+        say(f"warning: {run_place.run_id}: {line}")
+    return _stopped(run_place, state, held)
+
+
+def _held(run_place: RunPlace, state: RunState) -> list[str]:
+    uuids = {device.uuid for device in state.progress.devices if device.uuid} if state.progress else set()
+    deadline = time.monotonic() + _RELEASE_S * Timing.from_environment().scale
+    while (held := memory_left(run_place, uuids)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return held
+
+
+def _stopped(run_place: RunPlace, state: RunState, held: list[str]) -> dict[str, Any]:
+    return {
+        "run": run_place.run_id,
+        "state": state.state,
+        "exit_code": state.exit_code,
+        "step": state.progress.step if state.progress else None,
+        "detail": state.health.detail,
+        "held": held,
+    }
+
+
+def checkpoint(directory: Path, *, limit_s: float, say: Say) -> dict[str, Any]:
+    """Have the run write a checkpoint now and wait for it; the keys of `checkpoint --json`.
+
+    Raises RunLostError when nobody is there to write one, or the run ends before; NotInTimeError.
+    """
+    run_place = RunPlace.read(directory)
+    with mirrored(directory) as mirror:
+        _catch_up(directory, mirror)
+        before = max((event.t or 0.0 for event in read_state(directory, time.time()).events), default=0.0)
+        ask(run_place, Request.CHECKPOINT)
+        say(f"{run_place.run_id}: asked for a checkpoint; waiting at most {limit_s:.0f} s")
+        state = wait_for(
+            directory,
+            mirror,
+            lambda state: _written(state, before) is not None,
+            limit_s=limit_s,
+            what="a checkpoint",
+        )
+    step = _written(state, before)
+    if step is None:
+        raise RunLostError(f"{run_place.run_id}: ended before it wrote one ({state.health.headline})")
+    path = f"{run_place.run_dir}/{CHECKPOINTS}/step-{step}"
+    return {"run": run_place.run_id, "step": step, "path": path, "place": run_place.host.name}
+
+
+def _written(state: RunState, before: float) -> int | None:
+    """The step of the checkpoint that was written after a request that came after `before`."""
+    asked = [
+        event.t
+        for event in state.supervisor_events
+        if event.kind == "request" and event.t is not None and event.t > before and "checkpoint" in event.line
+    ]
+    if not asked:
+        return None
+    steps = [
+        event.step
+        for event in state.history.events
+        if event.kind == "checkpoint" and event.t is not None and event.t >= asked[0]
+    ]
+    return steps[0] if steps else None
+
+
+def _catch_up(directory: Path, mirror: Mirror) -> None:
+    reader, trouble = MirrorReader(directory), Trouble(sys.stderr, lambda: True)
+    try:
+        wait_until_current(reader, trouble, Waiter(reader, mirror))
+    finally:
+        trouble.clear()
