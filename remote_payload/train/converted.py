@@ -64,32 +64,29 @@ def converted(path: Path, files: Sequence[Path], cache: Path, log: Log) -> Path:
 
 def _write(part: Path, files: Sequence[Path]) -> int:
     """Write the samples of all `files` to `part`, synced; how many they are."""
-    columns = _read_columns(_schema(files[0]))
-    schema = pa.schema([_schema(files[0]).field(name) for name in columns])
+    schema = _common_schema(files)
     samples = 0
     with part.open("wb") as sink:
         with pa.ipc.new_file(sink, schema) as writer:
             for file in files:
-                if not set(columns) <= set(_schema(file).names):
-                    raise DataError(f"{file}: has other columns than {files[0].name}; expected {columns}")
-                try:
-                    for batch in _batches(file, columns):
-                        writer.write_batch(_as(batch, schema))
-                        samples += batch.num_rows
-                except pa.ArrowException as error:
-                    raise DataError(f"{file}: cannot be read ({error}); write it again") from error
+                for batch in _batches(file, schema.names):
+                    writer.write_batch(_as(batch, schema))
+                    samples += batch.num_rows
         sink.flush()
         os.fsync(sink.fileno())
     return samples
 
 
 def _batches(file: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    if not is_parquet(file):
-        for batch in Shard(file).stream():
-            yield batch.select(columns)
-        return
-    with pq.ParquetFile(file, pre_buffer=False) as source:
-        yield from source.iter_batches(BATCH_ROWS, columns=columns)
+    try:
+        if not is_parquet(file):
+            for batch in Shard(file).stream():
+                yield batch.select(columns)
+            return
+        with pq.ParquetFile(file, pre_buffer=False) as source:
+            yield from source.iter_batches(BATCH_ROWS, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{file}: cannot be read ({error}); write it again") from error
 
 
 def _as(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -98,8 +95,22 @@ def _as(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=schema)
 
 
-def _read_columns(schema: pa.Schema) -> list[str]:
-    return [name for name in READ if name in schema.names]
+def _common_schema(files: Sequence[Path]) -> pa.Schema:
+    """The columns that are read, each as the widest of its types in `files`."""
+    common = pa.schema([])
+    for file in files:
+        schema = _schema(file)
+        found = pa.schema([schema.field(name).remove_metadata() for name in READ if name in schema.names])
+        if common.names and found.names != common.names:
+            raise DataError(
+                f"{file}: has other columns than {files[0].name}; expected {', '.join(common.names)}, found"
+                f" {', '.join(found.names)}"
+            )
+        try:
+            common = pa.unify_schemas([common, found], promote_options="permissive")
+        except pa.ArrowException as error:
+            raise DataError(f"{file}: its columns do not fit those of {files[0].name} ({error})") from error
+    return common
 
 
 def _schema(file: Path) -> pa.Schema:

@@ -32,6 +32,9 @@ NAMED = 10
 class DataError(ValueError):
     """A dataset that cannot be used; the text names the file, what was expected and what to do."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__("; ".join(line.strip() for line in text.splitlines()))  # Arrow's texts have several
+
 
 @dataclasses.dataclass(slots=True)
 class Skipped:

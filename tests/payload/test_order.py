@@ -1,4 +1,4 @@
-"""The order of a run's batches: starting anywhere continues with the very next one, and reads nothing before."""
+"""The order of a run's batches: starting anywhere continues with the very next one, and reads none before."""
 
 from __future__ import annotations
 
