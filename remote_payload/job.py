@@ -96,6 +96,18 @@ class Job:
         "Number type of the target: auto is float32 on a CPU, bfloat16 on a GPU.",
         _one_of("auto", "float32", "bfloat16", "float16"),
     )
+    target_attention: str = _key(
+        "auto",
+        "How the target attends, for all copies of it; auto: as transformers chooses (sdpa where the model"
+        " has it).",
+        _one_of("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"),
+        resumable=True,
+    )
+    trust_remote_code: bool = _key(
+        False,
+        "Let Python code that comes with the target run; it would have all the rights of the trainer.",
+        resumable=True,
+    )
     drafters: list[str] = _key(["auto"], "Devices of the drafter replicas, one thread each.", _devices)
     compute_dtype: str = _key(
         "auto",
@@ -186,6 +198,18 @@ class Job:
     )
     eval_prompts: int = _key(32, "Held-out prompts in an evaluation.", _at_least(1), resumable=True)
     eval_max_new_tokens: int = _key(48, "Tokens decoded for a held-out prompt.", _at_least(2), resumable=True)
+    eval_logit_gap: float = _key(
+        0.25,
+        "In 16 bits: gap of the target's two best logits up to which another token is a tie and not an error"
+        " (two steps of bfloat16 from 16 to 32; doubled for logits of 32 to 64, and so on).",
+        _at_least(0),
+        resumable=True,
+    )
+    tensorboard: bool = _key(
+        False,
+        "Also write the numbers of step and eval events for TensorBoard (packages tensorboard, tensorboardX).",
+        resumable=True,
+    )
     checkpoint_every: int = _key(
         0, "Steps between checkpoints; 0: one at the end.", _at_least(0), resumable=True
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from remote_payload.train.run import Run
 
 
@@ -20,13 +22,18 @@ def closing_lines(run: Run, seconds: float) -> list[str]:
             f"  {'all (over rounds)':<24} {before['tau']:>8.3f} {after['tau']:>8.3f} {after['prompts']:>9}"
         )
         lines.append(f"  {'all (over prompts)':<24} {before['tau_macro']:>8.3f} {after['tau_macro']:>8.3f}")
-        same = (
-            "equal to the target's own greedy text"
-            if not after["mismatches"]
-            else (f"{after['mismatches']} texts differ from the target's own")
-        )
-        lines.append(f"  {after['tokens']} tokens decoded, {same}")
+        lines.append(f"  {after['tokens']} tokens decoded, {_equality(after)}")
     return lines
+
+
+def _equality(record: dict[str, Any]) -> str:
+    """Whether the texts are the target's own, and how sure that is."""
+    wrong = record["diverged"] - record["diverged_allowed"]
+    if wrong:
+        return f"{wrong} texts are NOT the target's own: decoding is not lossless"
+    if record["diverged"]:
+        return f"equal to the target's own greedy text but for {record['diverged']} ties"
+    return "equal to the target's own greedy text"
 
 
 def _pairs(run: Run, seconds: float) -> list[str]:

@@ -1,11 +1,13 @@
 """Speculative decoding with a drafter, and plain decoding of the same target: the only honest evaluation.
 
-Greedy, one text at a time, both sides with a KV cache, plain SDPA. A round: the drafter fills a block
-[last token, MASK...] in one pass; the target reads the block in one pass; the run of drafted tokens that
-equals the target's own choices is accepted, and the target's next choice comes on top. tau of a round is
-accepted + 1. Greedy text equals the target's own token for token, but for ties: reading a block and reading
-tokens one by one round differently, so a first difference where the target's two best logits lie closer
-than a stated gap is a tie and no mismatch.
+Greedy, one text at a time, both sides with a KV cache. A round: the drafter fills a block [last token,
+MASK...] in one pass; the target reads the block in one pass; the run of drafted tokens that equals the
+target's own choices is accepted, and the target's next choice comes on top. tau of a round is accepted + 1.
+Greedy text equals the target's own token for token, but for ties: reading a block and reading tokens one by
+one round differently, so a first difference where the target's two best logits lie closer than `allowed_gap`
+is a tie and no mismatch. Several texts at once would be cheaper on a GPU, but they accept different numbers
+of tokens, and transformers' caches cannot take back more of one row than of another; with padding between
+them, positions and windows would no longer be those of plain decoding.
 
 Shapes: S context tokens, B block size, D width, W features, V vocabulary.
 """
@@ -13,18 +15,21 @@ Shapes: S context tokens, B block size, D width, W features, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
 
 from remote_payload.train.drafter import Drafter
 from remote_payload.train.target import Target
+from remote_payload.train.target_cache import TargetCache
 
-TIE_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.125, torch.float16: 0.125}
-"""Gap of the two best logits below which two ways to compute them may choose differently."""
+TIE_GAP_FLOAT32 = 1e-3
+"""Gap of the two best float32 logits below which two ways to compute them may choose differently."""
+
+ULP_OCTAVE = 16.0
+"""From here to twice this, one step of bfloat16 is 0.125; it doubles with every doubling above."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,6 +43,20 @@ class Decoded:
     """Tokens that each round gave (accepted + 1); empty for plain decoding."""
     gaps: list[float] = dataclasses.field(default_factory=list)
     """Gap between the two best logits at each token; plain decoding only."""
+    best: list[float] = dataclasses.field(default_factory=list)
+    """The best logit at each token; plain decoding only."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a text first parts from the target's own."""
+
+    place: int
+    """Of the first token that differs, from 0."""
+    gap: float
+    """Between the target's two best logits there; infinite where one text just ends."""
+    best: float
+    """The target's best logit there."""
 
 
 class Decoder:
@@ -53,17 +72,18 @@ class Decoder:
     def plain(self, prompt: Tensor) -> Decoded:
         """The target's own greedy text after `prompt` [S]."""
         start = time.perf_counter()
-        cache = self._new_cache()
-        logits = self._target.logits(prompt[None], cache)[0, -1]
+        cache = TargetCache(self._target)
+        logits = cache.read(prompt, last=1)[-1]
         decoded = Decoded(tokens=[], seconds=0.0)
         while True:
             best = logits.float().topk(2)
-            token = int(best.indices[0])
+            token, values = int(best.indices[0]), best.values.tolist()
             decoded.tokens.append(token)
-            decoded.gaps.append(float(best.values[0] - best.values[1]))
+            decoded.gaps.append(values[0] - values[1])
+            decoded.best.append(values[0])
             if token in self._ends or len(decoded.tokens) == self._most:
                 break
-            logits = self._target.logits(torch.tensor([[token]], device=prompt.device), cache)[0, -1]
+            logits = cache.read(torch.tensor([token], device=prompt.device))[-1]
         self._target.tapped()
         decoded.seconds = time.perf_counter() - start
         return decoded
@@ -73,10 +93,10 @@ class Decoder:
         """The same text by rounds of drafting and verification, after `prompt` [S]."""
         start = time.perf_counter()
         config, device = drafter.config, prompt.device
-        embedding, head = self._target.embedding, self._target.head
+        embedding, output = self._target.embedding, self._target.output
         dtype = drafter.fc.weight.dtype
-        cache = self._new_cache()
-        token = int(self._target.logits(prompt[None], cache)[0, -1].argmax())
+        cache = TargetCache(self._target)
+        token = int(cache.read(prompt, last=1)[-1].argmax())
         features = self._target.tapped()[0]
         decoded = Decoded(tokens=[token], seconds=0.0)
         context: list[tuple[Tensor, Tensor]] = []
@@ -88,11 +108,11 @@ class Decoder:
             block[0] = token
             positions = torch.arange(read, read + config.block_size, device=device)
             hidden = drafter.blocks(embedding(block).to(dtype), positions, context, None)
-            block[1:] = F.linear(hidden[1:].to(head.dtype), head).argmax(-1)
-            own = self._target.logits(block[None], cache)[0].argmax(-1)
+            block[1:] = output.choice(hidden[1:])
+            own = cache.read_block(block).argmax(-1)
             taps = self._target.tapped()[0]
             given = self._accept(block[1:].tolist(), own.tolist())
-            _crop(cache, config.block_size - len(given))
+            cache.keep(len(given))
             features = taps[: len(given)]
             read += len(given)
             token = given[-1]
@@ -111,21 +131,27 @@ class Decoder:
                 break
         return given
 
-    def _new_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self._target.model.config)
-        record = getattr(cache, "activate_past_recording", None)
-        if record:  # sliding-window and linear-attention layers can only be cropped after it
-            record()
-        return cache
 
-
-def differs(plain: Decoded, other: Decoded, dtype: torch.dtype) -> bool:
-    """Whether `other` is another text than the target's own, ties aside."""
+def first_difference(plain: Decoded, other: Decoded) -> Difference | None:
+    """Where `other` parts from the target's own text; None when they are equal."""
     if plain.tokens == other.tokens:
-        return False
-    pairs = zip(plain.tokens, other.tokens, plain.gaps, strict=False)
-    gap = next((gap for mine, theirs, gap in pairs if mine != theirs), None)
-    return gap is None or gap >= TIE_GAP[dtype]
+        return None
+    for place, (mine, theirs) in enumerate(zip(plain.tokens, other.tokens, strict=False)):
+        if mine != theirs:
+            return Difference(place, plain.gaps[place], plain.best[place])
+    return Difference(min(len(plain.tokens), len(other.tokens)), math.inf, 0.0)
+
+
+def allowed_gap(best: float, dtype: torch.dtype, bound: float) -> float:
+    """The widest gap between the two best logits at which rounding explains another choice.
+
+    In 16 bits it is `bound` for logits below 32, and doubles with every doubling of the best logit above
+    that, as the steps between bfloat16 numbers do. In float32 it is `TIE_GAP_FLOAT32` whatever the bound.
+    """
+    if dtype == torch.float32:
+        return TIE_GAP_FLOAT32
+    octaves = math.floor(math.log2(max(abs(best), ULP_OCTAVE) / ULP_OCTAVE))
+    return float(bound * 2**octaves)
 
 
 def _grown(
@@ -137,9 +163,3 @@ def _grown(
         (torch.cat([keys, k]), torch.cat([values, v]))
         for (keys, values), (k, v) in zip(context, new, strict=True)
     ]
-
-
-def _crop(cache: DynamicCache, tokens: int) -> None:
-    """Take back the last `tokens` of the cache; a positive size is refused by recent transformers."""
-    if tokens:
-        cache.crop(-tokens)

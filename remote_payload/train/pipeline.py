@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, on_device, turn
-from remote_payload.train.evaluation import Report, drafter_with
 from remote_payload.train.features import Features, pack
 from remote_payload.train.metrics import gib
 from remote_payload.train.run import Run
@@ -102,7 +99,16 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
     start = time.perf_counter()
     dtype = compute_dtype(run.job.target_dtype, device)
     run.log(f"Target {number} on {device}...")
-    target = Target.load(run.model, run.config.tap_layers, device=device, dtype=dtype)
+    target = Target.load(
+        run.model,
+        run.config.tap_layers,
+        device=device,
+        dtype=dtype,
+        attention=run.job.target_attention,
+        trust_remote_code=run.job.trust_remote_code,
+    )
+    if number == 0 and run.evaluation is not None:
+        run.evaluation.check(target)
     run.events.write(
         "target",
         target=number,
@@ -113,6 +119,7 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
         vocabulary=run.config.vocabulary,
         taps=list(run.config.tap_layers),
         dtype=str(dtype).removeprefix("torch."),
+        attention=target.attention,
         load_s=round(time.perf_counter() - start, 2),
     )
     return target
@@ -139,58 +146,3 @@ def compute_features(run: Run, target: Target, batch: Batch) -> Features:
     ready.record()
     run.progress.target_peak(batch.bucket, gib(torch.cuda.max_memory_allocated(device)))
     return Features(batch, packed, ready)
-
-
-def evaluate(run: Run, status: ThreadStatus) -> None:
-    """The evaluator: decode the held-out prompts with every snapshot it is given, until None comes.
-
-    A run that is asked to stop does not wait for an evaluation.
-    """
-    device = torch.device(status.device)
-    status.enter("waiting for the target to load")
-    target = run.targets[0].wait()
-    status.enter("waiting for a drafter")
-    while (given := _next_snapshot(run)) is not None:
-        step, weights = given
-        with on_device(
-            device, cores=None if step == run.steps else 1
-        ):  # after the last step nobody else works
-            result = _evaluate_step(run, status, target, step, weights)
-        if result is None:
-            run.log(f"Evaluation of step {step} given up: the run was asked to stop")
-            return
-        record = result.record
-        run.reports.append(result)
-        run.events.write("eval", **record)
-        run.progress.update(tau=round(result.tau, 4), tau_step=step)
-        run.log(
-            f"Evaluation of step {step}: tau {result.tau:.3f} on {record['prompts']} held-out prompts,"
-            f" {record['tokens_per_s']:.1f} tokens/s (plain decoding {record['plain_tokens_per_s']:.1f})"
-        )
-        status.enter("waiting for a drafter")
-
-
-def _evaluate_step(
-    run: Run, status: ThreadStatus, target: Target, step: int, weights: dict[str, Tensor]
-) -> Report | None:
-    """One evaluation of a snapshot; None when the run was asked to stop meanwhile."""
-
-    def go_on(done: int, of: int) -> bool:
-        status.enter(f"evaluating {done}/{of}", step=step)
-        run.control.check()
-        return not run.control.stop.is_set()
-
-    assert run.evaluation is not None
-    run.log(f"Evaluating step {step} on held-out prompts...")
-    status.enter("evaluating", step=step)
-    dtype = next(target.model.parameters()).dtype
-    drafter = drafter_with(run.config, weights, target.device, dtype)
-    return run.evaluation.run(target, drafter, step, go_on)
-
-
-def _next_snapshot(run: Run) -> tuple[int, dict[str, Tensor]] | None:
-    while not run.control.stop.is_set():
-        run.control.check()
-        with contextlib.suppress(queue.Empty):
-            return run.to_evaluate.get(timeout=0.5)
-    return None

@@ -69,7 +69,7 @@ def prepare(
         model = resolve_model(job.target, workspace / "cache", log)
     except ValueError as error:
         raise JobError(str(error)) from error
-    text = read_config(model)
+    text = read_config(model, job.trust_remote_code)
     check_mask_token(job.mask_token_id, text, special_ids(model, text))
     taps = tuple(job.tap_layers) or choose_taps(text.num_hidden_layers, job.taps)
     if max(taps) >= text.num_hidden_layers or min(taps) < 0:
@@ -197,4 +197,4 @@ def open_evaluation(
             f" evaluate on"
         )
     log(f"{len(prompts)} held-out prompts of {len({prompt.kind for prompt in prompts})} kinds")
-    return Evaluation(prompts, ends, job.eval_max_new_tokens)
+    return Evaluation(prompts, ends, job.eval_max_new_tokens, job.eval_logit_gap)

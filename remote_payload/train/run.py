@@ -8,6 +8,7 @@ import queue
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from remote_payload.job import Job
@@ -23,6 +24,20 @@ from remote_payload.train.sync import Reduction
 from remote_payload.train.target import Target
 
 Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The drafter after a step, on its way to the evaluator."""
+
+    step: int
+    weights: dict[str, Tensor]
+    ready: torch.cuda.Event | None
+    """Recorded after the copy; None on a CPU."""
+    seconds: float
+    """That the copy took of the drafter's time."""
+    tau_estimate: float | None
+    """Training's own at that time."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -52,7 +67,7 @@ class Run:
     targets: list[Handover[Target]]
     ready: list[Handover[bool]]
     reduction: Reduction
-    to_evaluate: queue.SimpleQueue[tuple[int, dict[str, Tensor]] | None]
+    to_evaluate: queue.SimpleQueue[Snapshot | None]
     reports: list[Report] = dataclasses.field(default_factory=list)
     first_loss: float | None = None
     last_loss: float | None = None

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from remote_payload.crash import one_line
 from remote_payload.job import JobError
+from remote_payload.train.output_head import OutputHead
 
 
 class Target:
@@ -32,29 +33,57 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tap_layers = tap_layers
         self.layers = decoder_layers(model)
+        self.output = OutputHead.of(model, text_config(model.config))
         self._taps = _Taps()
         self._tapped_part = up_to_layer(model.get_decoder(), self.layers, max(tap_layers))
-        # transformers 5.24 renames the argument and warns at the old name.
+        # Between transformers 5.17 and 5.24 the argument was renamed; the old name warns there.
         named = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in named else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in named
         for layer in tap_layers:
             self.layers[layer].register_forward_hook(self._keep(layer))
 
     @classmethod
     def load(
-        cls, source: str | Path, tap_layers: tuple[int, ...], *, device: torch.device, dtype: torch.dtype
+        cls,
+        source: str | Path,
+        tap_layers: tuple[int, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: str = "auto",
+        trust_remote_code: bool = False,
     ) -> Target:
         """Load safetensors weights onto `device`; raises JobError naming `source` when that fails.
 
+        Args:
+            source: a folder or a Hugging Face id.
+            tap_layers: 0-based layers whose output `features` returns.
+            device: where all of it goes.
+            dtype: the number type of its weights.
+            attention: as the job's `target_attention`; "auto" leaves it to transformers.
+            trust_remote_code: whether Python files that come with the model may run.
+
         A weight that the files lack is refused too: transformers fills it in at random, and a random head
-        trains a drafter that drafts nothing (SpecForge #455).
+        trains a drafter that drafts nothing (SpecForge #455). So is a model whose layers or head do not work
+        as this class believes, by one short pass.
         """
+        config = load_config(source, trust_remote_code)
+        options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, use_safetensors=True, output_loading_info=True
+            loaded: Any = _loader(config).from_pretrained(
+                source,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **options,
             )
-        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-            raise JobError(f"target {str(source)!r} cannot be loaded: {one_line(error)}") from error
+        except (OSError, ValueError, ImportError, RuntimeError, AttributeError, SafetensorError) as error:
+            with_attention = "" if attention == "auto" else f" with target_attention = {attention!r}"
+            raise JobError(
+                f"target {str(source)!r} cannot be loaded{with_attention}: {one_line(error)}"
+            ) from error
         model, found = loaded
         if missing := sorted(found["missing_keys"]):
             raise JobError(
@@ -62,12 +91,29 @@ class Target:
                 f"{f' and {len(missing) - 3} more weights' if len(missing) > 3 else ''}; expected a model as"
                 f" save_pretrained writes it"
             )
-        return cls(model.to(device), tap_layers)
+        target = cls(model.to(device), tap_layers)
+        target.check()
+        return target
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in transformers, for error texts."""
+        return str(getattr(self.model.config, "model_type", type(self.model).__name__))
+
+    @property
+    def attention(self) -> str:
+        """How it attends: sdpa, eager, ..."""
+        return str(getattr(text_config(self.model.config), "_attn_implementation", None) or "eager")
 
     @property
     def device(self) -> torch.device:
         """Where the embedding lies."""
         return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number type of its weights."""
+        return self.embedding.weight.dtype
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -77,28 +123,81 @@ class Target:
 
     @property
     def head(self) -> Tensor:
-        """The output head [vocabulary, D]; the embedding itself in a tied model."""
-        output = self.model.get_output_embeddings()
-        return (output if output is not None else self.embedding).weight.detach()
+        """The output head's weight [vocabulary, D]; `output` has what follows it too."""
+        return self.output.weight
 
     @torch.no_grad()
-    def features(self, ids: Tensor) -> Tensor:
+    def features(self, ids: Tensor, last_hidden: bool = False) -> Tensor:
         """Outputs of the tapped layers side by side, [B, L, W], for right-padded `ids` [B, L].
 
-        No attention mask is passed: a causal model's real tokens see no pad that comes after them.
+        `last_hidden`: with what the head is given in D more columns, for objectives that read the target's
+        distribution; all layers run then. No attention mask is passed: a causal model's real tokens see no
+        pad that comes after them.
         """
-        self._tapped_part(input_ids=ids, use_cache=False)
-        return self.tapped()
+        if not last_hidden:
+            self._tapped_part(input_ids=ids, use_cache=False)
+            return self.tapped()
+        output = self.model.get_decoder()(input_ids=ids, use_cache=False)
+        return torch.cat([self.tapped(), output[0] if isinstance(output, tuple) else output.last_hidden_state], -1)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: Any) -> Tensor:
-        """Logits [B, L, vocabulary] of `ids` [B, L] after what `cache` holds; the cache grows by L."""
-        logits: Tensor = self.model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}).logits
-        return logits
+    def logits(self, ids: Tensor, cache: Any, last: int = 0) -> Tensor:
+        """Logits [B, L, vocabulary] of `ids` [B, L] after what `cache` holds; the cache grows by L.
+
+        `last`: only of that many tokens at the end, so that a long prompt costs no head.
+        """
+        options: dict[str, Any] = {self._cache_argument: cache}
+        if last and self._keeps_logits:
+            options["logits_to_keep"] = last
+        logits: Tensor = self.model(input_ids=ids, use_cache=True, **options).logits
+        return logits[:, -last:]
 
     def tapped(self) -> Tensor:
         """The taps of the last forward pass side by side, [B, L, W]; each is given out once."""
         return torch.cat([self._taps.of.pop(layer) for layer in self.tap_layers], -1)
+
+    def check(self) -> None:
+        """One short pass: taps give one vector a token, and the head's logits are the model's own.
+
+        Raises JobError naming the model_type. Gemma 3n, for one, hands four streams from layer to layer.
+        """
+        ids = torch.arange(1, 5, device=self.device)[None] % self.embedding.num_embeddings
+        try:
+            shape = tuple(self.features(ids).shape)
+        except torch.OutOfMemoryError:
+            raise
+        except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise JobError(
+                f"target of model_type {self.model_type!r}: its layers {list(self.tap_layers)} cannot be"
+                f" tapped ({one_line(error)}); no drafter can be trained for this family"
+            ) from error
+        width = text_config(self.model.config).hidden_size
+        if shape != (1, 4, len(self.tap_layers) * width):
+            raise JobError(
+                f"target of model_type {self.model_type!r}: its layers give outputs of shape {shape} for 4"
+                f" tokens, expected {len(self.tap_layers)} x {width} numbers a token; no drafter can be"
+                f" trained for this family"
+            )
+        self.output.check(self.model, ids)
+        self._taps.of.clear()
+
+    @torch.no_grad()
+    def check_last_hidden(self) -> None:
+        """One short pass: `features` with `last_hidden` gives what the head is given.
+
+        Raises JobError naming the model_type; MiniCPM, for one, scales its states before the head.
+        """
+        ids = torch.arange(1, 5, device=self.device)[None] % self.embedding.num_embeddings
+        hidden = self.features(ids, last_hidden=True)[..., -self.output.weight.shape[1] :]
+        own = self.model(input_ids=ids, use_cache=False).logits.float()
+        apart = float((self.output.logits(hidden).float() - own).norm() / own.norm().clamp(min=1e-9))
+        self._taps.of.clear()
+        if not apart < 0.02:
+            raise JobError(
+                f"target of model_type {self.model_type!r}: its decoder's output is not what its head is"
+                f" given, so objectives that need its distribution cannot have it; use objective = 'ce', 'dpace',"
+                f" 'focal' or 'chain'"
+            )
 
     def _keep(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -117,7 +216,7 @@ class _Taps(threading.local):
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder's list of layers, wherever the model keeps it. Raises JobError when there is none."""
     decoder = model.get_decoder()
-    wanted = text_config(model.config).num_hidden_layers
+    wanted = getattr(text_config(model.config), "num_hidden_layers", None)
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
@@ -127,12 +226,13 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 def up_to_layer(decoder: nn.Module, layers: nn.ModuleList, last: int) -> nn.Module:
     """The same decoder without the layers after `last`, sharing all weights: features need no more.
 
-    A decoder that does not keep its layers as `layers` is returned whole.
+    A decoder that keeps its layers deeper down is returned whole.
     """
-    if getattr(decoder, "layers", None) is not layers:
+    name = next((name for name, child in decoder.named_children() if child is layers), None)
+    if name is None:
         return decoder
     shorter = copy.copy(decoder)
-    shorter._modules = {**decoder._modules, "layers": nn.ModuleList(list(layers)[: last + 1])}
+    shorter._modules = {**decoder._modules, name: nn.ModuleList(list(layers)[: last + 1])}
     return shorter
 
 
@@ -141,12 +241,31 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def read_config(source: str | Path) -> Any:
+def read_config(source: str | Path, trust_remote_code: bool = False) -> Any:
     """The target's text config, without its weights. Raises JobError naming `source`."""
+    return text_config(load_config(source, trust_remote_code))
+
+
+def load_config(source: str | Path, trust_remote_code: bool = False) -> Any:
+    """The target's whole config. Raises JobError naming `source`, also when it would need its own code."""
     try:
-        return text_config(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError) as error:
-        raise JobError(f"target {str(source)!r} has no usable config: {one_line(error)}") from error
+        # Never None: transformers would then ask on the terminal, and wait.
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = one_line(error)
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise JobError(
+                f"target {str(source)!r} comes with Python code of its own, which would run with all your"
+                f" rights; read it, and set trust_remote_code = true if you trust it"
+            ) from error
+        raise JobError(f"target {str(source)!r} has no usable config: {reason}") from error
+
+
+def _loader(config: Any) -> Any:
+    """The class that loads a model of `config`: a causal model, or else one wrapped around a text model."""
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    wrapped = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if wrapped and not causal else AutoModelForCausalLM
 
 
 def special_ids(source: str | Path, config: Any) -> dict[str, set[int]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from remote_payload.train import checkpoint, execution
 from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.devices import on_device, turn
+from remote_payload.train.evaluating import offer_snapshot
 from remote_payload.train.metrics import StepClock
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run
@@ -43,8 +44,7 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
         if number == 0:
             run.progress.phase = "training"
             run.log(f"Training {run.steps} steps of {run.rows_per_step} rows")
-            if run.evaluation is not None:
-                run.to_evaluate.put((0, replica.snapshot()))
+            offer_snapshot(run, replica, 0)
         train(run, replica, status)
     if run.stopped:
         run.batches.close()
@@ -132,10 +132,9 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
             status.enter("saving")
             run.control.checkpoint.clear()
             save(run, replica, done)
-        if leads and run.evaluation is not None and not agreed.stop:
-            every = run.job.eval_every
-            if done == run.steps or (every and done % every == 0):
-                run.to_evaluate.put((done, replica.snapshot()))
+        every = run.job.eval_every
+        if leads and not agreed.stop and (done == run.steps or (every and done % every == 0)):
+            offer_snapshot(run, replica, done)
         if agreed.stop and done != run.steps:
             run.stopped = True
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from remote_payload.train.decode import Decoded, Decoder, differs
+from remote_payload.train.decode import Decoded, Decoder, Difference, allowed_gap, first_difference
 from remote_payload.train.drafter import Drafter, DrafterConfig, initialise
 from remote_payload.train.target import Target, read_config
 from tests.payload.test_target import write_target
@@ -100,7 +101,7 @@ def test_plain_text_is_that_of_transformers_own_greedy_generation(target: Target
             pad_token_id=0,
         )
         assert plain.tokens == theirs[0, len(prompt) :].tolist()
-        assert len(plain.gaps) == len(plain.tokens) and not plain.rounds
+        assert len(plain.gaps) == len(plain.best) == len(plain.tokens) and not plain.rounds
 
 
 def test_texts_are_worth_testing_with(target: Target) -> None:
@@ -193,15 +194,38 @@ def test_rounds_are_what_a_slow_count_of_drafts_against_the_text_says(
     assert counted
 
 
-def test_a_difference_where_the_target_is_undecided_is_a_tie_and_any_other_is_none() -> None:
-    plain = Decoded(tokens=[5, 6, 7], seconds=0.0, gaps=[2.0, 0.05, 2.0])
-    other = Decoded(tokens=[5, 9, 9], seconds=0.0)
-    assert not differs(plain, plain, torch.float32)
-    assert differs(plain, other, torch.float32) and not differs(plain, other, torch.bfloat16)
-    late = Decoded(tokens=[5, 6, 9], seconds=0.0)
-    assert differs(plain, late, torch.bfloat16)
-    short = Decoded(tokens=[5, 6], seconds=0.0)
-    assert differs(plain, short, torch.bfloat16)
+def test_the_first_difference_is_found_with_the_targets_gap_there() -> None:
+    plain = Decoded(tokens=[5, 6, 7], seconds=0.0, gaps=[2.0, 0.05, 3.0], best=[20.0, 21.0, 22.0])
+    assert first_difference(plain, Decoded(tokens=[5, 6, 7], seconds=0.0)) is None
+    assert first_difference(plain, Decoded(tokens=[5, 9, 9], seconds=0.0)) == Difference(1, 0.05, 21.0)
+    assert first_difference(plain, Decoded(tokens=[5, 6, 9], seconds=0.0)) == Difference(2, 3.0, 22.0)
+    for other in ([5, 6], [5, 6, 7, 8]):
+        found = first_difference(plain, Decoded(tokens=other, seconds=0.0))
+        assert found is not None and found.gap == math.inf
+
+
+@pytest.mark.parametrize(
+    ("best", "dtype", "expected"),
+    [
+        (5.0, torch.bfloat16, 0.25),
+        (-3.0, torch.bfloat16, 0.25),
+        (16.0, torch.bfloat16, 0.25),
+        (31.9, torch.float16, 0.25),
+        (32.0, torch.bfloat16, 0.5),
+        (63.5, torch.bfloat16, 0.5),
+        (130.0, torch.bfloat16, 2.0),
+        (130.0, torch.float32, 1e-3),
+    ],
+)
+def test_the_gap_that_rounding_explains_grows_with_the_steps_between_numbers_of_16_bits(
+    best: float, dtype: torch.dtype, expected: float
+) -> None:
+    """Two steps of bfloat16 at `best`, by the type's own numbers, but never less than from 16 to 32."""
+    assert allowed_gap(best, dtype, 0.25) == expected
+    if best >= 16 and dtype == torch.bfloat16:
+        here = torch.tensor(best, dtype=dtype)
+        step = torch.nextafter(here, torch.tensor(math.inf, dtype=dtype)) - here
+        assert expected == 2 * float(step)
 
 
 def test_the_drafter_sees_the_features_of_every_token_before_the_block_and_of_no_other(

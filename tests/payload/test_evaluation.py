@@ -9,11 +9,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from remote_payload.train import evaluation
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.decode import Decoded, Decoder
 from remote_payload.train.drafter import Drafter, DrafterConfig, initialise
-from remote_payload.train.evaluation import Evaluation, HeldOutPrompt, LossyDecoding, held_out_prompts
+from remote_payload.train.evaluation import Evaluation, HeldOutPrompt, held_out_prompts
 from remote_payload.train.target import Target, read_config
 from tests.payload.test_target import write_target
 
@@ -88,13 +87,13 @@ def drafter_for(target: Target) -> Drafter:
 def test_a_report_counts_rounds_and_prompts_as_a_slow_count_does(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = {5: [4, 1, 1], 6: [2, 2], 7: []}
+    rounds = {5: [4, 1, 1], 6: [2, 3], 7: []}
     tokens = {5: [9] * 7, 6: [9] * 5, 7: [1]}
 
     def told(self: Decoder, prompt: torch.Tensor, drafter: object = None) -> Decoded:
         first = int(prompt[0])
         given = rounds[first] if drafter else []
-        return Decoded(tokens=tokens[first], seconds=0.5, rounds=given, gaps=[1.0] * 7)
+        return Decoded(tokens=tokens[first], seconds=0.5, rounds=given, gaps=[1.0] * 7, best=[9.0] * 7)
 
     monkeypatch.setattr(Decoder, "plain", told)
     monkeypatch.setattr(Decoder, "speculative", told)
@@ -107,12 +106,18 @@ def test_a_report_counts_rounds_and_prompts_as_a_slow_count_does(
 
     result = Evaluation(prompts, {1}, 8).run(target, drafter_for(target), 12, note)
     assert result is not None
-    assert result.tau == pytest.approx(10 / 5)
+    assert result.tau == pytest.approx(11 / 5)
     record = result.record
-    assert record["step"] == 12 and record["tau"] == 2.0 and record["tau_macro"] == 2.0
-    assert record["acceptance"] == [0.6, 0.2, 0.2]
-    assert record["by_kind"] == {"x": {"tau": 2.0, "prompts": 1}, "y": {"tau": 2.0, "prompts": 2}}
-    assert (record["prompts"], record["tokens"], record["mismatches"]) == (3, 13, 0)
+    assert record["step"] == 12 and record["tau"] == 2.2 and record["tau_macro"] == (2.0 + 2.5) / 2
+    assert record["acceptance"] == [0.6, 0.4, 0.2]
+    assert record["conditional_acceptance"] == [0.6, round(2 / 3, 4), 0.5]
+    assert record["by_kind"] == {
+        "x": {"tau": 2.0, "tau_macro": 2.0, "prompts": 1},
+        "y": {"tau": 2.5, "tau_macro": 2.5, "prompts": 2},
+    }
+    assert (record["prompts"], record["tokens"], record["text_equal"]) == (3, 13, 3)
+    assert (record["diverged"], record["diverged_allowed"], record["largest_gap"]) == (0, 0, None)
+    assert result.not_lossless == ()
     assert record["tokens_per_s"] == record["plain_tokens_per_s"] == pytest.approx(13 / 1.5, abs=0.01)
     assert shown == [(1, 3), (2, 3), (3, 3)]
 
@@ -126,26 +131,55 @@ def test_the_targets_own_texts_are_decoded_once_and_kept(
     monkeypatch.setattr(Decoder, "plain", None)
     again = evaluation_.run(target, drafter, 1, go_on)
     assert again is not None and first is not None
-    assert again.record["tau"] == first.record["tau"] and first.record["mismatches"] == 0
+    assert again.record["tau"] == first.record["tau"] and first.record["text_equal"] == 2
 
 
-def test_a_text_that_is_not_the_targets_own_ends_a_float32_run_and_is_counted_in_other_types(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dtype", "gaps", "allowed"),
+    [
+        (torch.float32, [1.0, 5e-4], [False, True]),
+        (torch.float32, [1e-2, 0.1], [False, False]),
+        (torch.bfloat16, [0.25, 0.3], [True, False]),
+    ],
+)
+def test_a_text_that_is_not_the_targets_own_is_a_tie_or_a_fault_by_the_gap_of_its_logits(
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    gaps: list[float],
+    allowed: list[bool],
 ) -> None:
-    monkeypatch.setattr(
-        Decoder, "speculative", lambda *_: Decoded(tokens=[64, 64], seconds=0.1, rounds=[1, 1])
-    )
-    monkeypatch.setattr(Decoder, "plain", lambda *_: Decoded(tokens=[5, 6], seconds=0.1, gaps=[1.0, 1.0]))
-    lossy = Evaluation([HeldOutPrompt([5], "x")], {1}, 6)
-    with pytest.raises(LossyDecoding, match=r"held-out prompt 0 \(x\)"):
-        lossy.run(target, drafter_for(target), 0, go_on)
-    monkeypatch.setattr(evaluation, "differs", lambda *_: True)
-    halved = Target(target.model.to(torch.bfloat16), (1, 3))
-    try:
-        counted = lossy.run(halved, drafter_for(target), 0, go_on)
-        assert counted is not None and counted.record["mismatches"] == 1
-    finally:
-        target.model.to(torch.float32)
+    """Two texts part from the target's own at their second token, a third one is equal."""
+
+    def plain(_self: Decoder, prompt: torch.Tensor) -> Decoded:
+        gap = [*gaps, 1.0][int(prompt[0])]
+        return Decoded(tokens=[5, 6], seconds=0.1, gaps=[9.0, gap], best=[20.0, 20.0])
+
+    def speculative(_self: Decoder, prompt: torch.Tensor, _drafter: Drafter) -> Decoded:
+        return Decoded(tokens=[5, 6 if int(prompt[0]) == 2 else 7], seconds=0.1, rounds=[1])
+
+    monkeypatch.setattr(Decoder, "plain", plain)
+    monkeypatch.setattr(Decoder, "speculative", speculative)
+    monkeypatch.setattr(Target, "dtype", dtype)
+    result = Evaluation([HeldOutPrompt([n], "x") for n in range(3)], {1}, 6).run(target, drafter_for(target))
+    assert result is not None
+    record = result.record
+    assert (record["text_equal"], record["diverged"], record["diverged_allowed"]) == (1, 2, sum(allowed))
+    assert record["largest_gap"] == max(gaps)
+    assert len(result.not_lossless) == 2 - sum(allowed)
+    for number, fine in enumerate(allowed):
+        told = any(f"held-out prompt {number} (x): token 1" in line for line in result.not_lossless)
+        assert told == (not fine)
+
+
+def test_a_job_may_state_another_gap(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Decoded(tokens=[5], seconds=0.1, gaps=[0.4], best=[20.0])
+    monkeypatch.setattr(Decoder, "plain", lambda *_: own)
+    monkeypatch.setattr(Decoder, "speculative", lambda *_: Decoded(tokens=[6], seconds=0.1))
+    monkeypatch.setattr(Target, "dtype", torch.bfloat16)
+    for gap, faults in ((0.25, 1), (0.5, 0)):
+        result = Evaluation([HeldOutPrompt([5], "x")], {1}, 1, gap).run(target, drafter_for(target))
+        assert result is not None and len(result.not_lossless) == faults
 
 
 def test_an_evaluation_that_is_told_to_end_reports_nothing(target: Target) -> None:

@@ -29,7 +29,7 @@ def test_a_run_by_its_real_command_trains_evaluates_and_leaves_a_complete_record
         assert trial.events(kind), kind
     assert [event["step"] for event in trial.events("checkpoint")] == [5, 10, 12]
     assert [event["step"] for event in trial.events("eval")] == [0, 12]
-    assert all(event["mismatches"] == 0 for event in trial.events("eval"))
+    assert all(event["text_equal"] == event["prompts"] for event in trial.events("eval"))
     assert not trial.events("crash") and trial.crashes() == []
     progress = trial.progress
     assert (progress["phase"], progress["step"], progress["tokens"]) == ("ended", 12, end["tokens"])
