@@ -45,7 +45,7 @@ def last_state(directory: Path) -> RunState:
 def wait_for(
     directory: Path, mirror: Mirror, found: Callable[[RunState], bool], *, limit_s: float, what: str
 ) -> RunState:
-    """The run's state once `found` is true of it, or once it has ended.
+    """The run's state once `found` is true of it, or once it has ended and all that it wrote is here.
 
     `mirror` keeps the folder up to date. Raises NotInTimeError, with `what` was waited for, after `limit_s`
     seconds, and the mirror's error when it gave up.
@@ -57,8 +57,10 @@ def wait_for(
         state = reader.poll(time.time())
         while state.unread_bytes:
             state = reader.poll(time.time())
-        if found(state) or state.ended:
+        if found(state):
             return state
+        if state.ended and (state.connection == "ended" or time.monotonic() > deadline):
+            return state  # whole, if it could be had
         if not mirror.running and mirror.error is not None:
             raise mirror.error
         if time.monotonic() > deadline:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -23,9 +22,9 @@ from controller.inventory import Host
 from controller.launch import LaunchedRun, launch, new_run_id
 from controller.run_control import stop
 from controller.run_place import RunPlace
-from controller.ship import PACKAGE, pack
 from remote_payload import rundir
 from remote_payload.job import Job
+from tests.controller.trainer import use_trainer
 
 TRAINER = """\
 import os, sys, time
@@ -39,16 +38,7 @@ JOB = Job.from_mapping({"target": "t", "dataset": "d", "mask_token_id": 1, "seed
 
 @pytest.fixture(autouse=True)
 def _light_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = tmp_path / "source" / "remote_payload"
-    ignored = shutil.ignore_patterns("train", "tools", "jobs", "__pycache__")
-    shutil.copytree(PACKAGE, copy, ignore=ignored)
-    (copy / "train").mkdir()
-    (copy / "train" / "__init__.py").write_text("")
-    (copy / "train" / "main.py").write_text(TRAINER)
-    monkeypatch.setattr("controller.launch.pack", lambda: pack(copy))
-    monkeypatch.setattr("controller.resuming.pack", lambda: pack(copy))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.1")
+    use_trainer(TRAINER, tmp_path, monkeypatch)
 
 
 @pytest.fixture
