@@ -63,46 +63,35 @@ def tiles_fit(context: int, slots: int, block_size: int) -> bool:
 
 
 def block_mask(starts: Tensor, anchors: Tensor, context: int, block_size: int, rule: MaskMod) -> BlockMask:
-    """The BlockMask of `rule` from the least and greatest anchor of each query tile.
+    """The BlockMask of `rule`, exactly what `create_block_mask` finds, from each block's stretch of context.
 
-    A tile of context is full when every block of the query tile sees all of it, partial when some may see
-    some of it. Of the context both are found in one stretch each, so their places are counted and not sorted.
-    The blocks' own tile comes first among the partial ones: in it no query's row is empty.
+    A tile is full when every query of it sees every key of it, partial when some query sees some key. Both
+    are told by block and tile and not by query and key, and listed by counting and not by sorting. The blocks'
+    own tile comes first among the partial ones: in it no query's row is empty.
 
     `starts`, `anchors` as in `dense_mask`, of a shape for which `tiles_fit`.
     """
     queries = len(anchors) * block_size
     rows, columns, edge = queries // TILE, (context + queries) // TILE, context // TILE
-    by_tile = (rows, TILE // block_size)
-    first, latest_start = (f(starts.view(by_tile), 1) for f in (torch.amin, torch.amax))
-    least, last = (f(anchors.view(by_tile), 1) for f in (torch.amin, torch.amax))
-    low, high = first // TILE, (last + TILE - 1) // TILE  # tiles low..high-1 are touched
-    full_low = (latest_start + TILE - 1) // TILE
-    full_count = (least // TILE - full_low).clamp(min=0)
-    before = torch.where(
-        full_count > 0, full_low - low, (high - low).clamp(min=0)
-    )  # partial, before the full
-    after = torch.where(full_count > 0, high - full_low - full_count, 0)
     place = torch.arange(columns, device=anchors.device)
-    row = torch.arange(rows, device=anchors.device)
-    turn = (place - 1)[None]
-    left, right = low[:, None] + turn, (full_low + full_count - before)[:, None] + turn
-    partial = torch.where(turn < before[:, None], left, right)
-    partial[:, 0] = edge + row
-    full = full_low[:, None] + place
-    begin = full_low[:, None]
-    is_full = (place >= begin) & (place < begin + full_count[:, None])
-    touched = (place >= low[:, None]) & (place < high[:, None]) | (place == (edge + row)[:, None])
-    numbers = [
-        (1 + before + after, partial),
-        (full_count, full),
-        _by_column(touched & ~is_full),
-        _by_column(is_full),
-    ]
-    kv, full_kv, q, full_q = (
-        (count.to(torch.int32)[None, None], index.clamp(0, columns - 1).to(torch.int32)[None, None])
-        for count, index in numbers
-    )
+
+    def between(low: Tensor, high: Tensor) -> Tensor:
+        """Which tiles lie in each block's low..high-1, [rows, blocks of a tile, columns]."""
+        inside = (place >= low[:, None]) & (place < high[:, None])
+        return inside.view(rows, TILE // block_size, columns)
+
+    end = torch.where(anchors > starts, (anchors + TILE - 1) // TILE, 0)
+    touched = between(starts // TILE, end).any(1)
+    full = between((starts + TILE - 1) // TILE, anchors // TILE).all(1)
+    own = place == torch.arange(edge, edge + rows, device=anchors.device)[:, None]
+    if block_size == TILE:  # one block is a tile: all of it sees all of it
+        full = full | own
+        partial = touched & ~full
+        kv = _listed(partial)
+    else:
+        partial = (touched & ~full) | own
+        kv = _listed(partial, own)
+    full_kv, q, full_q = _listed(full), _listed(partial.T), _listed(full.T)
     return BlockMask(
         seq_lengths=(queries, context + queries),
         kv_num_blocks=kv[0],
@@ -118,11 +107,14 @@ def block_mask(starts: Tensor, anchors: Tensor, context: int, block_size: int, r
     )
 
 
-def _by_column(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `tiles` [rows, columns] bool: set ones of each column [columns], and their rows [columns, rows]."""
+def _listed(tiles: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of `tiles` [rows, columns] bool: how many each row has [1, 1, rows], and which [1, 1, rows, columns].
+
+    Rising, but for the one of `first` (one a row, part of `tiles`), which comes first; then nothing of use.
+    """
     rows, columns = tiles.shape
-    by_column = tiles.T
-    place = torch.where(by_column, by_column.cumsum(1) - 1, rows)
-    index = torch.zeros(columns, rows + 1, dtype=torch.int64, device=tiles.device)
-    index.scatter_(1, place, torch.arange(rows, device=tiles.device).expand(columns, rows))
-    return by_column.sum(1), index[:, :rows]
+    rank = tiles.cumsum(1) - 1 if first is None else torch.where(first, 0, (tiles & ~first).cumsum(1))
+    listed = torch.zeros(rows, columns + 1, dtype=torch.int32, device=tiles.device)
+    places = torch.arange(columns, dtype=torch.int32, device=tiles.device).expand(rows, columns)
+    listed.scatter_(1, torch.where(tiles, rank, columns), places)
+    return tiles.sum(1, dtype=torch.int32)[None, None], listed[None, None, :, :columns].contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remote_payload.train.drafter import attend
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
@@ -135,15 +137,103 @@ def test_tiles_are_full_exactly_where_every_query_sees_every_key_around_all_bord
             assert (full | partial).equal(some), (first, second)
 
 
-def test_the_block_mask_of_one_long_document_has_exactly_the_tiles_that_torch_finds() -> None:
-    row = Packed([4 * TILE], [3 * TILE + 8 * n for n in range(16)], 16, 4 * TILE, 8)
-    full, partial, every, some = tiles_of(row)
-    assert full.equal(every) and (full | partial).equal(some) and int(full.sum()) == 3
+@st.composite
+def tiled_rows(draw: st.DrawFn) -> Packed:
+    """Rows of up to four query tiles and five of context, with blocks of every size that divides a tile."""
+    block = draw(st.sampled_from([4, 8, 16, 64, TILE]))
+    slots = draw(st.integers(1, 4)) * TILE // block
+    return draw(packed_rows(draw(st.integers(1, 5)) * TILE, slots, block))
+
+
+def structure(mask: BlockMask) -> dict[str, Tensor]:
+    """Which tiles `mask` lists as partial and as full, by query tile and by key tile, bool each."""
+    rows, columns = mask.seq_lengths[0] // TILE, mask.seq_lengths[1] // TILE
+    found = {}
+    for name, shape in (("kv", (rows, columns)), ("q", (columns, rows))):
+        for kind in ("", "full_"):
+            count, index = (getattr(mask, f"{kind}{name}_{what}") for what in ("num_blocks", "indices"))
+            tiles = torch.zeros(shape, dtype=torch.bool)
+            for row in range(shape[0]):
+                used = index[0, 0, row, : int(count[0, 0, row])].long()
+                assert len(used.unique()) == len(used)
+                tiles[row, used] = True
+            found[f"{kind}{name}"] = tiles
+    return found
+
+
+def allowed(mask: BlockMask) -> Tensor:
+    """The pairs that FlexAttention computes: all of a full tile, what the rule says of a partial one."""
+    tiles = structure(mask)
+    queries, keys = mask.seq_lengths
+    rule = mask.mask_mod(torch.tensor(0), torch.tensor(0), torch.arange(queries)[:, None], torch.arange(keys))
+    wide = {name: t.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1) for name, t in tiles.items()}
+    return wide["full_kv"] | (wide["kv"] & rule)
+
+
+@settings(deadline=None, max_examples=50)
+@given(tiled_rows())
+def test_the_block_mask_is_the_one_that_torch_finds_tile_by_tile_and_pair_by_pair(row: Packed) -> None:
     starts, anchors = row.tensors()
     rule = mask_mod(starts, anchors, row.context, row.block)
-    theirs = create_block_mask(rule, None, None, 128, 5 * TILE, device="cpu")
+    queries = row.slots * row.block
+    theirs = create_block_mask(rule, None, None, queries, row.context + queries, device="cpu")
     mine = block_mask(starts, anchors, row.context, row.block, rule)
-    assert mine.to_dense().bool().equal(theirs.to_dense().bool())
+    mine_tiles, their_tiles = structure(mine), structure(theirs)
+    for name, tiles in their_tiles.items():
+        assert mine_tiles[name].equal(tiles), name
+    assert mine.BLOCK_SIZE == theirs.BLOCK_SIZE
+    pairs = allowed(mine)
+    assert pairs.equal(allowed(theirs))
+    assert pairs.equal(dense_mask(starts, anchors, row.context, row.block))
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for what in ("num_blocks", "indices"):
+            a, b = (getattr(mask, f"{name}_{what}") for mask in (mine, theirs))
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{name}_{what}"
+            assert a.is_contiguous()
+
+
+@settings(deadline=None, max_examples=20)
+@given(packed_rows(context=4 * TILE, slots=32, block=8))
+def test_the_blocks_own_tile_is_the_first_that_is_listed(row: Packed) -> None:
+    starts, anchors = row.tensors()
+    mask = block_mask(
+        starts, anchors, row.context, row.block, mask_mod(starts, anchors, row.context, row.block)
+    )
+    assert mask.kv_indices[0, 0, :, 0].tolist() == [4, 5]
+
+
+class Watched(TorchDispatchMode):
+    """Notes the largest tensor that is made, and every operation that would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.waited: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "item", "masked_select", "unique", "_unique2", "equal"):
+            self.waited.append(name)
+        for made in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(made, Tensor):
+                self.largest = max(self.largest, made.numel())
+        return result
+
+
+def test_the_block_mask_is_built_without_a_dense_mask_and_without_waiting_for_the_device() -> None:
+    context, slots, block = 64 * TILE, 512, 16
+    starts = torch.arange(slots) // 8 * 128
+    anchors = starts + 17 + torch.arange(slots) % 8
+    rule = mask_mod(starts, anchors, context, block)
+    with Watched() as watched:
+        block_mask(starts, anchors, context, block, rule)
+    assert watched.waited == []
+    tiles = (context + slots * block) // TILE
+    assert 0 < watched.largest <= slots * tiles  # a flag for each block and tile: 1/2048 of the dense mask
+    with Watched() as watched:
+        dense_mask(starts[:8], anchors[:8], TILE, block)[0, 0].item()
+    assert watched.waited and watched.largest >= 8 * block * (TILE + 8 * block)
 
 
 @settings(deadline=None, max_examples=40)
