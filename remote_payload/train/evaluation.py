@@ -22,6 +22,7 @@ from remote_payload.train.dataset import Dataset
 from remote_payload.train.decode import Decoded, Decoder, allowed_gap, first_difference
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.target import Target
+from remote_payload.train.unusable import NO_MASK, NULL, OTHER_LENGTH
 
 LOGIT_GAP = 0.25
 """Widest gap of the two best 16-bit logits at which two readings may choose differently, by default.
@@ -54,11 +55,13 @@ def held_out_prompts(dataset: Dataset, count: int, vocabulary: int) -> list[Held
     """`count` prompts (fewer if there are fewer), taken from all kinds in turn.
 
     A prompt is what stands before the first supervised token. Samples where that is nothing, or holds an id
-    outside the `vocabulary`, are left out.
+    outside the `vocabulary`, are left out, and those where nothing says what is supervised.
     """
     kinds = dataset.texts("kind") or ["all"] * len(dataset)
     by_kind: dict[str, list[list[int]]] = defaultdict(list)
     for sample, kind in enumerate(kinds):
+        if len(by_kind[kind]) == count or dataset.look(sample, vocabulary) in (NULL, OTHER_LENGTH, NO_MASK):
+            continue
         prompt = dataset.ids(sample)[~np.logical_or.accumulate(dataset.supervised(sample))].tolist()
         if prompt and min(prompt) >= 0 and max(prompt) < vocabulary:
             by_kind[kind].append(prompt)

@@ -66,8 +66,8 @@ def block_mask(starts: Tensor, anchors: Tensor, context: int, block_size: int, r
     """The BlockMask of `rule`, exactly what `create_block_mask` finds, from each block's stretch of context.
 
     A tile is full when every query of it sees every key of it, partial when some query sees some key. Both
-    are told by block and tile and not by query and key, and listed by counting and not by sorting. The blocks'
-    own tile comes first among the partial ones: in it no query's row is empty.
+    are told by block and tile and not by query and key, and listed by counting and not by sorting. The own
+    tile of a query tile's blocks comes first among the partial ones: in it no query's row is empty.
 
     `starts`, `anchors` as in `dense_mask`, of a shape for which `tiles_fit`.
     """

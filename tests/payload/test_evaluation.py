@@ -26,6 +26,28 @@ def write_table(path: Path, **columns: Any) -> Dataset:
     return Dataset.open(path)
 
 
+def test_a_sample_whose_mask_cannot_be_read_is_no_prompt_and_no_more_are_looked_at_than_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [[5, 6, 7, 8]] * 9
+    masks = [[0, 1], None, [0, 0, 2, 1], [0, None, 1, 1], *[[0, 0, 1, 1]] * 5]
+    table = pa.table({"input_ids": pa.array(ids), "loss_mask": pa.array(masks)})
+    path = tmp_path / "masks.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    touched: list[int] = []
+    look = Dataset.look
+
+    def watched(dataset: Dataset, sample: int, vocabulary: int) -> str | None:
+        touched.append(sample)
+        return look(dataset, sample, vocabulary)
+
+    monkeypatch.setattr(Dataset, "look", watched)
+    prompts = held_out_prompts(Dataset.open(path), 2, VOCABULARY)
+    assert [prompt.ids for prompt in prompts] == [[5, 6], [5, 6]]
+    assert touched == list(range(6))
+
+
 def test_prompts_are_taken_from_all_kinds_in_turn_and_end_where_the_answer_begins(tmp_path: Path) -> None:
     dataset = write_table(
         tmp_path / "a.arrow",
