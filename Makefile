@@ -1,5 +1,6 @@
 # make demo   the main job on this machine: train a DFlash drafter for a real small model
 # make test   everything that needs no GPU, with a real sshd and a real LXC container
+# make faults the mirror under two hundred cuts of its connection
 # make check  the fast loop: format, lint, types, import rules, unit tests
 
 PYTHON ?= python3
@@ -48,3 +49,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Two hundred cuts of every kind under a fast writer, some minutes; DFLASHCTL_SEED=N repeats one run of it.
+.PHONY: faults
+faults: $(INSTALLED) test-setup
+	DFLASHCTL_CUTS=200 $(BIN)/python -m pytest -q -s tests/rig/test_mirror_cuts.py

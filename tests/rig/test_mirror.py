@@ -2,182 +2,125 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import os
-import random
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from controller import paths
-from controller.inventory import load
-from controller.mirror import Mirror, ask_for_whole_log
-from controller.mirror_files import MIRROR
+from controller.inventory import Host, load
+from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
 from controller.place import open_place
 from controller.timing import Timing
-from remote_payload import rundir
+from tests.dflashctl import dflashctl
+from tests.rig.cable import Cable
+from tests.rig.mirrored_run import MirroredRun, until
 from tests.rig.rig import Rig
 
-ROOT = Path(__file__).parents[2]
 TIMING = Timing.scaled(0.05)
-NUMBERS = itertools.count(1)
-
-ACTOR = """
-import os, random, sys, time
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from remote_payload import identity, rundir
-run, rate = Path(sys.argv[1]), int(sys.argv[2])
-def status(state, **fields):
-    who = identity.identity(os.getpid())
-    record = rundir.stamp("status", {{"attempt": 1, "state": state, "boot_id": identity.boot_id()}})
-    record |= {{"supervisor": who, "trainer": who, **fields}}
-    rundir.write_whole(run / "status.json", rundir.encode(record))
-status("running")
-dice = random.Random(1)
-events = rundir.RecordWriter(run / "events.jsonl", attempt=1)
-step = 0
-with open(run / "train.log", "ab", buffering=0) as log:
-    while not (run / "control" / "stop").exists():
-        step += 1
-        log.write(dice.randbytes(rate // 50) + f" step {{step}} größe\\n".encode())
-        events.write("step", step=step)
-        rundir.write_whole(run / "progress.json", rundir.encode({{"step": step}}))
-        if step % 50 == 0:
-            (run / "crash" / f"thread-{{step}}.json").write_bytes(dice.randbytes(3000))
-        time.sleep(0.02)
-status("finished", exit_code=0)
-"""
 
 
-class Run:
-    """A run directory in the container with a process that writes it, and its mirror folder here."""
+class Run(MirroredRun):
+    """A run whose mirror runs in this process."""
 
-    def __init__(self, rig: Rig, base: Path, rate: int) -> None:
-        self.rig = rig
-        self.id = f"mirror-{next(NUMBERS)}"
-        self.there = f"{rig.workspace}/runs/{self.id}"
-        self.payload = f"{rig.workspace}/payload"  # a copy: a checkout in /tmp is not in the container
-        if not (copy := rig.container_path(f"{self.payload}/remote_payload")).exists():
-            shutil.copytree(
-                ROOT / "remote_payload", copy, ignore=shutil.ignore_patterns("__pycache__", "*.arrow")
-            )
-        for name in ("crash", "control"):
-            (self.remote / name).mkdir(parents=True)
-        (self.remote / "gpu.jsonl").touch()
-        (self.remote / "run.json").write_text(json.dumps({"id": self.id}))
-        script = rig.container_path(f"{rig.workspace}/actor.py")
-        script.write_text(ACTOR.format(root=self.payload))
-        argv = [rig.python, "-S", f"{rig.workspace}/actor.py", self.there, str(rate)]
-        self.actor = subprocess.Popen(rig.container_argv(argv))
-        self.local = base / "mirror"
-        self.local.mkdir()
-        place = {
-            "run_id": self.id, "python": rig.python, "payload_dir": self.payload, "run_dir": self.there,
-            "created": 1.0, "job_name": "tiny",
-        }  # fmt: skip
-        (self.local / paths.PLACE).write_text(json.dumps(place))
+    def __init__(self, rig: Rig, rate: int) -> None:
+        super().__init__(rig, rate)
         ask_for_whole_log(self.local)
-        host = load().hosts["rig"]
-        self.mirror = Mirror(self.local, place_opener=lambda: open_place(host), timing=TIMING)
+        self.host = load().hosts["rig"]
+        self.mirror = Mirror(self.local, place_opener=lambda: open_place(self.host), timing=TIMING)
         self.mirror.start()
-
-    @property
-    def remote(self) -> Path:
-        """The run directory as this process finds it; another path after a restart of the container."""
-        return self.rig.container_path(self.there)
-
-    def record(self) -> dict[str, Any]:
-        return rundir.read_whole(self.local / MIRROR) or {}
-
-    def wait_for_beat(self) -> None:
-        """Until a beat came of a connection that was made after this call."""
-        called = time.time()
-        until(
-            lambda: self.record().get("state") == "connected" and self.record()["last_heard"] > called,
-            "a beat",
-        )
 
     def end(self) -> None:
         """Let the writer end, wait for the mirror's end, and compare every byte."""
-        (self.remote / "control" / "stop").touch()
-        assert self.actor.wait(20) == 0
+        self.stop_writing()
         until(lambda: not self.mirror.running, "the mirror's end")
         assert self.record()["state"] == "ended"
         self.compare()
 
-    def compare(self) -> None:
-        names = {
-            path.relative_to(self.remote).as_posix() for path in self.remote.rglob("*") if path.is_file()
-        }
-        names = {name for name in names if rundir.is_mirrored(name)}
-        assert names >= {"train.log", "events.jsonl", "status.json", "progress.json", "run.json"}
-        for name in names:
-            local = hashlib.sha256((self.local / name).read_bytes()).hexdigest()
-            assert local == self.rig.container_sha256(f"{self.there}/{name}"), name
-
-    def feeds(self) -> list[int]:
-        """Host pids of this run's feeds in the container."""
-        sought = {b"feed", self.there.encode()}
-        return [pid for pid in self.rig.container_processes() if sought <= set(words_of(pid))]
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(0.02)
-
 
 @pytest.fixture
-def run(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def laptop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     for name, value in rig.laptop_env().items():
         monkeypatch.setenv(name, value)
-    made = Run(rig, tmp_path, rate=2_000_000)
+
+
+@pytest.fixture
+def run(rig: Rig, laptop: None) -> Iterator[Run]:
+    made = Run(rig, rate=2_000_000)
     yield made
     made.mirror.stop(5.0)
-    made.actor.kill()
-    made.actor.wait()
+    made.close()
     rig.thaw_connections()
     until(lambda: not made.feeds(), "the feeds to be gone")
 
 
-def words_of(pid: int) -> list[bytes]:
-    """The command line of a process; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
-def test_cuts_of_every_kind_under_a_fast_writer_lose_nothing(rig: Rig, run: Run) -> None:
-    dice = random.Random(7)
-    for how in ("cut", "freeze", "feed", "cut", "feed", "cut"):
+def test_dropped_packets_are_noticed_by_silence_and_cost_nothing_but_time(rig: Rig, run: Run) -> None:
+    with Cable(rig.port) as cable:
+        cable.introduce(rig)
         run.wait_for_beat()
-        time.sleep(dice.uniform(0.0, 0.3))
-        if how == "cut":
-            assert rig.kill_connections() == 1
-        elif how == "freeze":
-            assert rig.freeze_connections() == 1
-        else:
-            for pid in run.feeds():
-                os.kill(pid, signal.SIGKILL)
-        until(lambda: run.record().get("state") == "reconnecting", "the break to be noticed")
-        if how == "freeze":
-            assert "nothing was heard for 0.75 s" in run.record()["error"]
-            run.wait_for_beat()  # by a connection of its own, while the frozen one still hangs
-            rig.thaw_connections()
+        run.host = Host(**run.host.model_dump() | {"address": "cable", "port": None, "connect_timeout": 2.0})
+        killed = time.time()
+        assert rig.kill_connections() == 1
+        run.wait_for_beat(since=killed)  # through the cable
+        cable.cut()
+        began = time.monotonic()
+        until(lambda: run.record().get("state") == "reconnecting", "the cut to be noticed")
+        assert 0.5 < time.monotonic() - began < 3  # 15 s, scaled: 0.75 s
+        assert "nothing was heard for 0.75 s" in run.record()["error"]
+        until(lambda: run.record().get("tries", 0) >= 2, "a second try")
+        cable.mend()
+        run.wait_for_beat()
+        run.end()
+
+
+def test_a_dead_jump_host_is_noticed_by_silence(rig: Rig, run: Run) -> None:
+    run.wait_for_beat()
+    with rig.ssh_config.open("a") as file:
+        file.write(f"\nHost behind\n  HostName 127.0.0.1\n  Port {rig.port}\n  User {rig.user}\n")
+        file.write(f"  IdentityFile {rig.identity}\n  IdentitiesOnly yes\n  ProxyJump rig\n")
+        file.write(f"  UserKnownHostsFile {rig.known_hosts}\n")
+    direct = run.host
+    run.host = Host(**direct.model_dump() | {"address": "behind", "port": None})
+    killed = time.time()
+    assert rig.kill_connections() == 1
+    run.wait_for_beat(since=killed)
+    hop = min(rig.sshd_children())
+    os.kill(hop, signal.SIGSTOP)
+    until(lambda: "nothing was heard" in str(run.record().get("error")), "the dead hop to be noticed")
+    run.wait_for_beat()  # by a new hop
+    os.kill(hop, signal.SIGKILL)
     run.end()
-    until(lambda: not run.feeds(), "the feeds to be gone")
+
+
+def test_the_tail_of_a_log_of_two_gigabytes_is_printed_within_two_seconds(rig: Rig, laptop: None) -> None:
+    run = MirroredRun(rig, rate=0)
+    try:
+        last = b"".join(b"last line %d\n" % number for number in range(100_000))
+        with (run.remote / "train.log").open("wb") as file:
+            file.truncate((2 << 30) - len(last))  # a hole: reading it costs what reading a file costs
+            file.seek(0, os.SEEK_END)
+            file.write(last)
+        began = time.monotonic()
+        env = rig.laptop_env() | {"DFLASHCTL_TIME_SCALE": "1"}
+        done = dflashctl("logs", "--tail", "3", run.id, env=env)
+        assert done.stdout == "last line 99997\nlast line 99998\nlast line 99999\n", done.stderr
+        assert time.monotonic() - began < 2.0 * slowness()
+        log = run.record()["files"]["train.log"]
+        assert log["size"] == 2 << 30
+        assert log["extents"][0][0] >= (2 << 30) - LOG_TAIL_BYTES
+        assert (run.local / "train.log").stat().st_blocks * 512 < 2 * LOG_TAIL_BYTES
+        done = dflashctl("logs", run.id, env=env)
+        assert "older bytes were not copied and are left out here; --all gets them" in done.stderr
+        assert last.endswith(done.stdout.encode())
+    finally:
+        run.close()
+
+
+def slowness() -> float:
+    """How many runnable processes there are for each of this machine's processors; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def test_a_feed_whose_reader_fell_silent_ends_by_itself(rig: Rig, run: Run) -> None:
@@ -208,8 +151,9 @@ def test_a_server_that_is_gone_is_waited_for_and_a_changed_key_is_refused(rig: R
 def test_a_login_that_talks_does_not_disturb_the_feed(rig: Rig, run: Run) -> None:
     run.wait_for_beat()
     rig.login_noise('{"frame":"hello"}\nWelcome to the machine\n')
+    killed = time.time()
     assert rig.kill_connections() == 1
-    run.wait_for_beat()
+    run.wait_for_beat(since=killed)
     run.end()
 
 
