@@ -13,7 +13,10 @@ from remote_payload.train.dataset import Dataset
 from remote_payload.train.unusable import (
     EMPTY,
     NO_ANSWER,
+    NO_MASK,
     NULL,
+    OTHER_LENGTH,
+    OUTSIDE_VOCABULARY,
     TOO_LONG,
     TOO_SHORT,
     DataError,
@@ -163,3 +166,128 @@ def test_a_damaged_file_is_refused_or_read_but_never_brings_the_process_down(tmp
             assert str(path) in str(error)
         path.unlink()
     assert 30 < refused < 150
+
+
+# What only content tells
+
+
+def opened(path: Path, **columns: pa.Array) -> Dataset:
+    return Dataset.open(write_table(path / "a.arrow", pa.table(columns)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "reason"),
+    [
+        ([5, 6, 7], [0, 1, 1], None),
+        ([5, 6, 7], [1, 1, 0], None),
+        ([5, 6, 7], [1, 0, 1], NO_ANSWER),
+        ([5], [1], NO_ANSWER),
+        ([], [], EMPTY),
+        (None, [1, 1], NULL),
+        ([5, 6], None, NULL),
+        ([5, None], [1, 1], NULL),
+        ([5, 6], [1, None], NULL),
+        ([5, 6, 7], [1, 1], OTHER_LENGTH),
+        ([5, 6], [1, 1, 1], OTHER_LENGTH),
+        ([5, 97], [1, 1], OUTSIDE_VOCABULARY),
+        ([-1, 5], [1, 1], OUTSIDE_VOCABULARY),
+        ([5, 6], [1, 2], NO_MASK),
+        ([5, 6], [-100, 1], NO_MASK),
+    ],
+)
+def test_looking_at_a_sample_tells_why_it_cannot_be_used(
+    tmp_path: Path, ids: list[int] | None, mask: list[int] | None, reason: str | None
+) -> None:
+    good, good_mask = [8, 9, 10], [0, 1, 1]
+    dataset = opened(
+        tmp_path,
+        input_ids=pa.array([good, ids, good], pa.list_(pa.int32())),
+        loss_mask=pa.array([good_mask, mask, good_mask], pa.list_(pa.int8())),
+    )
+    assert [dataset.look(sample, 97) for sample in range(3)] == [None, reason, None]
+    assert len(dataset.ids(1)) == len(dataset.supervised(1)) == dataset.lengths[1]
+    assert dataset.ids(2).tolist() == good and dataset.supervised(2).tolist() == [False, True, True]
+
+
+def test_what_lengths_tell_of_masks_and_nulls_is_told_before_content_is_touched(tmp_path: Path) -> None:
+    dataset = opened(
+        tmp_path,
+        input_ids=pa.array([[5] * 9, None, [6] * 9, [7] * 9, [8]]),
+        loss_mask=pa.array([[1] * 9, [1] * 9, [1] * 8, None, [1]]),
+    )
+    skipped = Skipped()
+    assert dataset.usable(0, 40, skipped).tolist() == [True, False, False, False, False]
+    assert skipped.first == {NULL: [1, 3], OTHER_LENGTH: [2], NO_ANSWER: [4]}
+
+
+def test_the_mask_counts_where_there_is_a_prompt_length_too(tmp_path: Path) -> None:
+    dataset = opened(
+        tmp_path,
+        input_ids=pa.array([[5, 6, 7, 8]]),
+        prompt_length=pa.array([0]),
+        loss_mask=pa.array([[0, 0, 1, 1]]),
+    )
+    assert dataset.supervised(0).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.uint32(), pa.uint64()])
+def test_every_integer_type_of_ids_and_prompt_lengths_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    dataset = opened(
+        tmp_path, input_ids=pa.array([[5, 6, 7]], pa.list_(kind)), prompt_length=pa.array([1], kind)
+    )
+    assert dataset.look(0, 97) is None
+    assert dataset.ids(0).tolist() == [5, 6, 7] and dataset.supervised(0).tolist() == [False, True, True]
+
+
+def test_ids_too_large_for_any_vocabulary_are_outside_it(tmp_path: Path) -> None:
+    ids = pa.array([[5, 2**64 - 1, 6]], pa.list_(pa.uint64()))
+    assert opened(tmp_path, input_ids=ids, prompt_length=pa.array([0])).look(0, 97) == OUTSIDE_VOCABULARY
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64())])
+def test_sliced_arrays_are_read_from_where_they_begin(tmp_path: Path, kind: pa.DataType) -> None:
+    """Arrow writes a slice with offsets that begin at 0 again; in memory they do not."""
+    samples, prompts = random_samples(30)
+    masks = [[int(k >= p) for k in range(len(s))] for s, p in zip(samples, prompts, strict=True)]
+    whole = table_of(samples, kind, loss_mask=pa.array(masks, pa.list_(pa.int8())))
+    shard = Dataset.open(write_table(tmp_path / "a.arrow", whole))._shards[0]
+    for begin, end in ((0, 30), (7, 22), (29, 30)):
+        shard.batches = [shard.batches[0].slice(begin, end - begin)] if begin or end < 30 else shard.batches
+        sliced = Dataset(tmp_path, [shard])
+        assert [sliced.ids(sample).tolist() for sample in range(len(sliced))] == samples[begin:end]
+        assert [s.tolist() for s in map(sliced.supervised, range(len(sliced)))] == [
+            [bool(value) for value in mask] for mask in masks[begin:end]
+        ]
+        shard = Dataset.open(write_table(tmp_path / "a.arrow", whole))._shards[0]
+
+
+def test_many_small_record_batches_and_empty_ones_are_numbered_through(tmp_path: Path) -> None:
+    samples, prompts = random_samples(60)
+    whole = table_of(samples, pa.list_(pa.int32()), prompt_length=pa.array(prompts, pa.int32()))
+    nothing = whole.slice(0, 0).to_batches() or [
+        pa.record_batch([pa.array([], f.type) for f in whole.schema], schema=whole.schema)
+    ]
+    path = tmp_path / "a.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, whole.schema) as writer:
+        for number in range(60):
+            writer.write_batch(whole.slice(number, 1).combine_chunks().to_batches()[0])
+            writer.write_batch(nothing[0])
+    dataset = Dataset.open(path)
+    assert [dataset.ids(sample).tolist() for sample in range(60)] == samples
+
+
+def test_a_fingerprint_changes_with_any_length_and_not_with_how_the_samples_are_stored(
+    tmp_path: Path,
+) -> None:
+    samples, prompts = random_samples(9)
+    whole = table_of(samples, pa.list_(pa.int32()), prompt_length=pa.array(prompts))
+    wide = table_of(samples, pa.large_list(pa.int64()), prompt_length=pa.array(prompts))
+    shorter = table_of(
+        [*samples[:-1], samples[-1][:-1]], pa.list_(pa.int32()), prompt_length=pa.array(prompts)
+    )
+    prompts[3] += 1
+    other = table_of(samples, pa.list_(pa.int32()), prompt_length=pa.array(prompts))
+    marks = []
+    for number, table in enumerate((whole, wide, shorter, other)):
+        marks.append(Dataset.open(write_table(tmp_path / f"{number}.arrow", table)).fingerprint)
+    assert marks[0] == marks[1] and len(set(marks)) == 3

@@ -43,7 +43,7 @@ def test_a_sample_whose_mask_cannot_be_read_is_no_prompt_and_no_more_are_looked_
         return look(dataset, sample, vocabulary)
 
     monkeypatch.setattr(Dataset, "look", watched)
-    prompts = held_out_prompts(Dataset.open(path), 2, VOCABULARY)
+    prompts = held_out_prompts(Dataset.open(path), 2, 97)
     assert [prompt.ids for prompt in prompts] == [[5, 6], [5, 6]]
     assert touched == list(range(6))
 

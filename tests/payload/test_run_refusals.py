@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         r"bad\.arrow: holds no samples",
     ),
     "no prompt length": (arrow_of(input_ids=[[1, 2, 3]]), r"no column says which tokens are the answer"),
-    "no ids": (arrow_of(tokens=[[1, 2, 3]]), r"no column 'input_ids'; found tokens"),
+    "no ids": (arrow_of(tokens=[[1, 2, 3]]), r"no column 'input_ids'; expected lists of integers, found tokens"),
     "all too long": (
         arrow_of(input_ids=[[5] * 500] * 3, prompt_length=[1] * 3),
         r"none of its 3 samples can be used: 3 longer than the largest bucket",
