@@ -261,6 +261,25 @@ TAU_GAP = Diagnosis(
     do="Trust the decoded tau. Check mask and alignment first; then more and more varied data.",
 )
 
+NOT_LOSSLESS = Diagnosis(
+    name="not-lossless",
+    what="Decoding with the drafter does not give the target's own text.",
+    why="The target's cache is not rolled back rightly after a refused block, or its kernels read a block"
+    " otherwise than one token at a time, by more than rounding explains.",
+    do="Do not trust tau. Try target_dtype = 'float32'; if texts still differ, report the target's family.",
+)
+
+CHECKPOINT_FAILED = Diagnosis(
+    name="checkpoint-failed",
+    what="The newest checkpoint could not be written.",
+    why="Mostly the disk of the workspace is full; the event says what the system said.",
+    do="Free space there or lower checkpoint_keep; the run tries again at its next checkpoint, and older"
+    " ones are whole.",
+)
+
+_BY_REASON = {"leak_or_misalignment": TAU_GAP, "not_lossless": NOT_LOSSLESS}
+"""Alarms that the trainer itself raises, by their reason."""
+
 RECOMPILING = Diagnosis(
     name="recompiling",
     what="The drafter is compiled again after its warm-up.",
@@ -277,19 +296,10 @@ def alarms(state: RunState) -> tuple[Diagnosis, ...]:
     found = []
     if progress.loss_is_nan or progress.nonfinite_steps:
         found.append(NAN_LOSS)
-    if _tau_parts(progress.tau_estimate, progress.tau, progress.tau_step):
-        found.append(TAU_GAP)
+    if progress.checkpoint_error:
+        found.append(CHECKPOINT_FAILED)
+    if progress.alarm in _BY_REASON:
+        found.append(_BY_REASON[progress.alarm])
     if progress.recompiles:
         found.append(RECOMPILING)
     return tuple(found)
-
-
-def _tau_parts(estimate: float | None, tau: float | None, tau_step: int | None) -> bool:
-    """Whether estimate and decoded tau part: by more than three times the accepted tokens, and 0.3.
-
-    SpecForge #455: 70 % accuracy in training (an estimate near 3) against a decoded 1.02 to 1.29. An
-    evaluation at step 0 is from before training and says nothing.
-    """
-    if estimate is None or tau is None or not tau_step:
-        return False
-    return estimate - 1 > 3 * max(0.0, tau - 1) + 0.3

@@ -137,6 +137,27 @@ def _checkpoint(r: Record) -> Line:
     return Level.GOOD, f"checkpoint of step {_count(r, 'step')}{amount} in {seconds}s"
 
 
+def _checkpoint_failed(r: Record) -> Line:
+    return Level.BAD, f"checkpoint of step {_count(r, 'step')} not written: {text(r, 'error') or '?'}"
+
+
+def _best(r: Record) -> Line:
+    return Level.GOOD, f"best so far: tau {_figure(r, 'tau', '.3f')} at step {_count(r, 'step')}"
+
+
+def _alarm(r: Record) -> Line:
+    reason, step = text(r, "reason"), _count(r, "step")
+    if reason == "leak_or_misalignment":
+        return Level.BAD, (
+            f"alarm at step {step}: training promises tau {_figure(r, 'tau_estimate', '.2f')}, decoding keeps"
+            f" {_figure(r, 'tau', '.2f')}; a leaking mask, shifted features, or learned by heart"
+        )
+    detail = text(r, "detail")
+    return Level.BAD, f"alarm at step {step}: {reason.replace('_', ' ') or '?'}" + (
+        f": {detail}" if detail else ""
+    )
+
+
 def _nonfinite(r: Record) -> Line:
     samples = r.get("samples")
     which = f", samples {', '.join(map(str, samples[:5]))}" if isinstance(samples, list) else ""
@@ -190,6 +211,9 @@ def _restart(r: Record) -> Line:
 
 
 def _resume(r: Record) -> Line:
+    if "from_step" in r:  # the trainer's word, after the supervisor's
+        path = text(r, "path")
+        return Level.INFO, f"going on from {path}" if path else "no checkpoint yet: beginning at step 0"
     line = f"resumed as attempt {_count(r, 'attempt')}"
     by, payload, before = text(r, "by"), text(r, "payload"), text(r, "payload_before")
     line += f" by {by}" if by else ""
@@ -225,6 +249,9 @@ _LINES: dict[str, Callable[[Record], Line]] = {
     "start": _start,
     "eval": _eval,
     "checkpoint": _checkpoint,
+    "checkpoint_failed": _checkpoint_failed,
+    "best": _best,
+    "alarm": _alarm,
     "nonfinite": _nonfinite,
     "recompile": _recompile,
     "request": _request,

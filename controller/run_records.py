@@ -150,11 +150,16 @@ class Progress:
     skipped: tuple[tuple[str, int], ...]
     checkpoint_step: int | None
     checkpoint_t: float | None
+    checkpoint_error: str
+    best_tau: float | None
+    best_step: int | None
+    alarm: str
+    """The reason of the newest evaluation's alarm; empty: it raised none."""
 
 
 def progress(record: Record) -> Progress:
     """The record of `progress.json`."""
-    wait, checkpoint = table(record, "wait"), table(record, "checkpoint")
+    wait, checkpoint, best = (table(record, name) for name in ("wait", "checkpoint", "best"))
     nonfinite = record.get("nonfinite")
     skipped = table(record, "skipped")
     return Progress(
@@ -195,6 +200,10 @@ def progress(record: Record) -> Progress:
         skipped=tuple((str(why), whole(skipped, why) or 0) for why in skipped),
         checkpoint_step=whole(checkpoint, "step"),
         checkpoint_t=number(checkpoint, "t"),
+        checkpoint_error=text(record, "checkpoint_error"),
+        best_tau=number(best, "tau"),
+        best_step=whole(best, "step"),
+        alarm=text(table(record, "alarm"), "reason"),
     )
 
 

@@ -88,11 +88,12 @@ def state(**progress: object) -> RunState:
 @pytest.mark.parametrize(
     ("progress", "names"),
     [
-        ({"tau_estimate": 3.3, "tau": 1.08, "tau_step": 500}, ["tau-gap"]),
-        ({"tau_estimate": 3.3, "tau": 1.08, "tau_step": 0}, []),
-        ({"tau_estimate": 3.4, "tau": 3.2, "tau_step": 500}, []),
-        ({"tau_estimate": 1.5, "tau": 1.2, "tau_step": 500}, []),
-        ({"tau_estimate": 1.2, "tau": None, "tau_step": None}, []),
+        ({"alarm": {"reason": "leak_or_misalignment", "step": 500, "ratio": 3.0}}, ["tau-gap"]),
+        ({"alarm": {"reason": "not_lossless"}}, ["not-lossless"]),
+        ({"alarm": None, "tau_estimate": 3.3, "tau": 1.08, "tau_step": 500}, []),
+        ({"alarm": {"reason": "of another version"}}, []),
+        ({"checkpoint_error": "step 40: No space left on device"}, ["checkpoint-failed"]),
+        ({"checkpoint_error": None, "best": {"step": 40, "tau": 2.5}}, []),
         ({"loss": None, "nonfinite": ["loss"]}, ["nan-loss"]),
         ({"nonfinite_steps": 2, "recompiles": 3}, ["nan-loss", "recompiling"]),
     ],

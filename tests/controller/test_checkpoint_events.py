@@ -1,0 +1,72 @@
+"""What the views say of checkpoints, the best of them, alarms, and where a resumed run goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from controller.run_events import Level, events
+from controller.run_state import News, RunState, reduce
+
+NOW = 1_700_000_000.0
+
+
+@pytest.mark.parametrize(
+    ("record", "level", "line"),
+    [
+        ({"kind": "best", "step": 400, "tau": 3.14159}, Level.GOOD, "best so far: tau 3.142 at step 400"),
+        (
+            {"kind": "checkpoint_failed", "step": 40, "error": "No space left on device"},
+            Level.BAD,
+            "checkpoint of step 40 not written: No space left on device",
+        ),
+        (
+            {"kind": "alarm", "reason": "leak_or_misalignment", "step": 9, "tau": 1.25, "tau_estimate": 3.5},
+            Level.BAD,
+            "alarm at step 9: training promises tau 3.50, decoding keeps 1.25; a leaking mask, shifted features,"
+            " or learned by heart",
+        ),
+        (
+            {"kind": "alarm", "reason": "not_lossless", "step": 9, "detail": "prompt 3: token 5"},
+            Level.BAD,
+            "alarm at step 9: not lossless: prompt 3: token 5",
+        ),
+        ({"kind": "alarm"}, Level.BAD, "alarm at step ?: ?"),
+        (
+            {"kind": "resume", "from_step": 400, "path": "checkpoints/step-400"},
+            Level.INFO,
+            "going on from checkpoints/step-400",
+        ),
+        (
+            {"kind": "resume", "from_step": 0, "path": None},
+            Level.INFO,
+            "no checkpoint yet: beginning at step 0",
+        ),
+    ],
+)
+def test_each_event_is_one_line_that_says_what_happened(
+    record: dict[str, Any], level: Level, line: str
+) -> None:
+    (event,) = events([record])
+    assert (event.level, event.line) == (level, line)
+
+
+def test_the_best_and_what_went_wrong_are_read_from_the_progress_and_absent_ones_are_none() -> None:
+    record = {"kind": "progress", "t": NOW, "attempt": 1}
+    bare = reduce(RunState(), News(progress=record), NOW).progress
+    assert bare is not None
+    assert (bare.best_tau, bare.best_step, bare.alarm, bare.checkpoint_error) == (None, None, "", "")
+    record |= {
+        "best": {"step": 400, "tau": 3.1},
+        "alarm": {"reason": "not_lossless"},
+        "checkpoint_error": "x",
+    }
+    full = reduce(RunState(), News(progress=record), NOW).progress
+    assert full is not None
+    assert (full.best_tau, full.best_step, full.alarm, full.checkpoint_error) == (
+        3.1,
+        400,
+        "not_lossless",
+        "x",
+    )
