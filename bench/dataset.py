@@ -3,8 +3,8 @@
 Writes synthetic samples (int32 ids, mean 256 tokens, an int8 loss_mask) as `save_to_disk` would: shards of
 Arrow streams in record batches of 1,000 rows, named by `state.json`, in a temporary directory that is removed
 afterwards. A fresh process then does what a run does before its first batch (map the shards, read all
-lengths, tell what they show to be unusable, assign buckets, plan the first epoch) with the default job's keys,
-and prints its findings as one JSON object:
+lengths, tell what they show to be unusable, assign buckets, plan the first epoch) with the default job's
+keys, and prints its findings as one JSON object:
 
 - `samples`, `tokens`, `batches` (of the first epoch), `gib` (of the shards)
 - `index_s`: seconds of the above in a process that has imported pyarrow and numpy. The files were just
