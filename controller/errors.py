@@ -122,5 +122,11 @@ class InterruptedByUser(DflashctlError):
     exit_code = 80
 
 
+class PullError(DflashctlError):
+    """What was to be pulled is not there, or did not arrive whole."""
+
+    exit_code = 81
+
+
 INTERNAL_EXIT_CODE = 99
 """Exit code of an exception nobody expected: a defect of dflashctl."""

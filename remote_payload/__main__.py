@@ -36,6 +36,12 @@ def _gpu_use(workspace: str) -> int:
     return 0
 
 
+def _gpus(workspace: str, every: str = "") -> int:
+    from remote_payload.gpu_listing import list_gpus
+
+    return list_gpus(Path(workspace), float(every) if every else None)
+
+
 def _start(workspace: str, run_id: str) -> int:
     from remote_payload.rundir import decode
     from remote_payload.start import StartError, start
@@ -100,6 +106,12 @@ def _feed_log(path: str, nonce: str) -> int:
     return feed_log(Path(path), nonce)
 
 
+def _send(run_dir: str) -> int:
+    from remote_payload.send import send
+
+    return send(Path(run_dir))
+
+
 def _control(run_dir: str, request: str) -> int:
     from remote_payload.control import ControlError, place_request
 
@@ -131,11 +143,13 @@ def _train(run_dir: str, attempt: str) -> int:
 COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "preflight": (_preflight, "[WORKSPACE]"),
     "gpu-use": (_gpu_use, "WORKSPACE"),
+    "gpus": (_gpus, "WORKSPACE [SECONDS]"),
     "start": (_start, "WORKSPACE RUN_ID"),
     "resume": (_resume, "RUN_DIR"),
     "supervise": (_supervise, "RUN_DIR"),
     "feed": (_feed, "RUN_DIR NONCE"),
     "feed-log": (_feed_log, "FILE NONCE"),
+    "send": (_send, "RUN_DIR"),
     "control": (_control, "RUN_DIR REQUEST"),
     "runs": (_runs, "WORKSPACE"),
     "train": (_train, "RUN_DIR ATTEMPT"),

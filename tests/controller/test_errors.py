@@ -41,6 +41,7 @@ def test_the_documented_codes_stay() -> None:
         "GpusInUseError": 78,
         "NotInTimeError": 79,
         "InterruptedByUser": 80,
+        "PullError": 81,
     }
 
 
