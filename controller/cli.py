@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from controller.commands import control, launch, watch
+from controller.commands import control, launch, places, pull, watch
 from controller.commands.options import say
 from controller.errors import (
     INTERNAL_EXIT_CODE,
@@ -72,8 +72,8 @@ def start(
     Exit codes, when not 0: 1 to 63 the trainer's own, 128 + n killed by signal n, and
     64 usage, 65 hosts.toml, 66 unreachable, 67 host key, 68 login, 69 pct, 70 container,
     71 venv or workspace, 72 payload not sent, 73 not started, 74 nobody is there, 75 protocol,
-    76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 99 a defect,
-    141 nobody reads stdout.
+    76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled,
+    99 a defect, 141 nobody reads stdout.
     """
     if version:
         from controller import __version__
@@ -92,10 +92,14 @@ for command in (
     control.stop,
     control.checkpoint,
     control.resume,
+    pull.pull,
     watch.tui,
     watch.runs,
 ):
     app.command()(command)
+app.command("exec", context_settings=places.REST)(places.exec_)
+app.command(context_settings=places.REST)(places.python)
+app.command()(places.gpus)
 
 
 def main(arguments: list[str] | None = None) -> int:

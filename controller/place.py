@@ -111,7 +111,9 @@ below() {
     done
 }
 found=$(below "$1")
-[ -z "$found" ] || kill "-$2" $found 2>/dev/null
+[ -n "$found" ] || exit 1
+kill "-$2" $found 2>/dev/null
+exit 0
 """
 """Signals everything below a pid by its parents in /proc, since a process group has no number inside a
 container that it was entered from outside, and not every container has setsid."""
@@ -170,12 +172,14 @@ class Place(ABC):
         sender.join(1.0)
         return Completed(status, b"".join(output), process.stderr)
 
-    def signal(self, command: Command, name: str) -> None:
-        """Send the signal `name` (INT, TERM, KILL) to all that `command` has started and that lives.
+    def signal(self, command: Command, name: str) -> bool:
+        """Send the signal `name` (INT, TERM, KILL; 0: none) to all that `command` has started and that lives.
 
-        A command behind ssh has no terminal that would do it. Raises what `run` raises.
+        Says whether there was any. A command behind ssh has no terminal that would do it. Raises what
+        `run` raises.
         """
-        self.run(["sh", "-c", _SIGNAL_BELOW, "sh", str(command.pid), name], timeout=SIGNAL_S)
+        done = self.run(["sh", "-c", _SIGNAL_BELOW, "sh", str(command.pid), name], timeout=SIGNAL_S)
+        return done.status == 0
 
     @abstractmethod
     def close(self) -> None:
@@ -317,7 +321,9 @@ def script(argv: Sequence[str], nonce: str, environment: Sequence[str]) -> str:
             f"the arguments are {len(escaped) >> 10} KiB as they travel; {MOST_BYTES >> 10} KiB fit",
             "Send long text by stdin or in a file.",
         )
-    return f"echo {nonce} >&2; echo {nonce} $$; eval \"env $(printf %b '{escaped}')\"; exit $?"
+    # The shell's own word on a signal ("Terminated") is not the command's: it goes nowhere.
+    run = f"{{ eval \"env $(printf %b '{escaped}')\" 2>&3 3>&-; }} 3>&2 2>/dev/null"
+    return f"echo {nonce} >&2; echo {nonce} $$; {run}; exit $?"
 
 
 def _send_all(process: Process, stdin: bytes) -> None:

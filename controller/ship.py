@@ -24,7 +24,7 @@ from controller.errors import ConnectionLostError, PayloadEnvironmentError, Ship
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from controller.place import Place, Process
+    from controller.place import Command, Place, Process
 
 PACKAGE: Final = Path(remote_payload.__file__).parent
 ANSWER_S: Final = 60.0
@@ -57,6 +57,28 @@ class Shipped:
     """Exit status of the payload's command."""
     output: bytes
     stderr: bytes
+
+
+class Arrived:
+    """A payload in a place, and its command that runs; whoever has it closes it."""
+
+    def __init__(self, place: Place, process: Command, digest: str, first: dict[str, Any], lines: _Lines):
+        self.directory = f"{place.workspace}/payloads/{digest}"
+        self.sent = not first["have"]
+        self.new_workspace = bool(first["new_workspace"])
+        self.process = process
+        self._lines = lines
+
+    def record(self, timeout: float) -> dict[str, Any] | None:
+        """The next line of JSON that the command prints; None at its end.
+
+        Raises ConnectionLostError after `timeout` seconds of silence, ShipError for another line.
+        """
+        return self._lines.next(timeout)
+
+    def rest(self) -> tuple[bytes, int]:
+        """Its output to the end, and its exit status. Raises ConnectionLostError."""
+        return self._lines.rest()
 
 
 def pack(package: Path = PACKAGE) -> Payload:
@@ -95,34 +117,52 @@ def ship(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Shipped:
-    """Bring `payload` into `place` if it is not there, and run its `command`, in one remote process.
+    """Bring `payload` into `place` if it is not there, and run its `command` to the end.
 
-    `progress` is told bytes sent and bytes in all. Raises ShipError, PayloadEnvironmentError when the
+    `progress` is told bytes sent and bytes in all. Raises what `start` raises.
+    """
+    arrived = start(place, payload, command, progress=progress)
+    try:
+        arrived.process.close_stdin()
+        output, status = arrived.rest()
+        stderr = arrived.process.stderr
+        return Shipped(arrived.directory, arrived.sent, arrived.new_workspace, status, output, stderr)
+    finally:
+        arrived.process.close()
+
+
+def start(
+    place: Place,
+    payload: Payload,
+    command: Sequence[str],
+    *,
+    python: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> Arrived:
+    """Bring `payload` into `place` if it is not there, and start its `command`, in one remote process.
+
+    `python`: another interpreter than the venv's. Raises ShipError, PayloadEnvironmentError when the
     interpreter or the workspace cannot be used, and what `Place.start` raises.
     """
     text = Path(receiver.__file__).read_text(encoding="utf-8")
-    head = [place.python, "-I", "-c", text, place.workspace, payload.digest, str(len(payload.tar))]
+    head = [python or place.python, "-I", "-c", text, place.workspace, payload.digest, str(len(payload.tar))]
     process = place.start([*head, *command])
     lines = _Lines(process)
     try:
-        first = lines.next()
+        first = lines.next(ANSWER_S)
         if first is None:
-            raise _no_interpreter(place, process)
+            raise _no_interpreter(place, process, python)
         if error := first.get("error"):
-            raise _refused(place, str(error), first)
-        sent = not first["have"]
-        if sent:
+            raise _refused(place, str(error), first, python)
+        if not first["have"]:
             _send(process, payload.tar, progress)
-        process.close_stdin()
-        second = lines.next() or {"error": "digest", "text": "the receiver ended early"}
+        second = lines.next(ANSWER_S) or {"error": "digest", "text": "the receiver ended early"}
         if error := second.get("error"):
-            raise _refused(place, str(error), second)
-        output, status = lines.rest()
-        directory = f"{place.workspace}/payloads/{payload.digest}"
-        made = bool(first["new_workspace"])
-        return Shipped(directory, sent, made, status, output, process.stderr)
-    finally:
+            raise _refused(place, str(error), second, python)
+        return Arrived(place, process, payload.digest, first, lines)
+    except BaseException:
         process.close()
+        raise
 
 
 def _send(process: Process, tar: bytes, progress: Callable[[int, int], None] | None) -> None:
@@ -140,10 +180,10 @@ class _Lines:
         self._process = process
         self._buffer = b""
 
-    def next(self) -> dict[str, Any] | None:
-        """The next line, or None at the end of the output. Raises ConnectionLostError."""
+    def next(self, timeout: float) -> dict[str, Any] | None:
+        """The next line, or None at the end of the output. Raises ConnectionLostError, ShipError."""
         while b"\n" not in self._buffer:
-            data = self._some()
+            data = self._some(timeout)
             if data == b"":
                 return None
             self._buffer += data
@@ -153,12 +193,12 @@ class _Lines:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise ShipError(f"the receiver said {line[:80]!r}, which is no line of JSON")
+            raise ShipError(f"the payload said {line[:80]!r}, which is no line of JSON")
         return record
 
     def rest(self) -> tuple[bytes, int]:
         """Everything to the end, and the exit status. Raises ConnectionLostError."""
-        while data := self._some():
+        while data := self._some(ANSWER_S):
             self._buffer += data
         deadline = time.monotonic() + ANSWER_S
         status = self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -166,20 +206,20 @@ class _Lines:
             raise ConnectionLostError("the payload's command closed its output and did not end")
         return self._buffer, status
 
-    def _some(self) -> bytes:
-        data = self._process.receive(ANSWER_S)
+    def _some(self, timeout: float) -> bytes:
+        data = self._process.receive(timeout)
         if data is None:
-            raise ConnectionLostError(f"the place said nothing for {ANSWER_S:.0f} s")
+            raise ConnectionLostError(f"the place said nothing for {timeout:.0f} s")
         return data
 
 
-def _refused(place: Place, error: str, record: dict[str, Any]) -> Exception:
+def _refused(place: Place, error: str, record: dict[str, Any], python: str) -> Exception:
     text = record.get("text", "")
     if error == "python":
         oldest = ".".join(map(str, receiver.OLDEST))
         return PayloadEnvironmentError(
-            f"{place.name}: {place.python} is Python {text}; the payload needs {oldest} or newer",
-            "Make a venv with a newer Python there, and name it as `venv` in hosts.toml.",
+            f"{place.name}: {python or place.python} is Python {text}; the payload needs {oldest} or newer",
+            f"Name a newer one as `base_python` in hosts.toml, then: dflashctl setup --host {place.name}",
         )
     if error == "workspace":
         return PayloadEnvironmentError(
@@ -189,9 +229,15 @@ def _refused(place: Place, error: str, record: dict[str, Any]) -> Exception:
     return ShipError(f"{place.name}: the payload did not arrive whole: {text}", "Try again.")
 
 
-def _no_interpreter(place: Place, process: Process) -> Exception:
+def _no_interpreter(place: Place, process: Process, python: str) -> Exception:
     """The error for a receiver that said nothing: mostly there is no such interpreter."""
     status = process.wait(ANSWER_S)
+    if status in (126, 127) and python:
+        return PayloadEnvironmentError(
+            f"{place.name}: there is no {python} to make the venv with",
+            f"Install it there: {place.description.command_line('apt-get', 'install', 'python3-venv')}"
+            " ; or name another as `base_python` in hosts.toml.",
+        )
     if status in (126, 127):
         venv = place.python.removesuffix("/bin/python")
         there = place.run(["test", "-d", venv], timeout=ANSWER_S).status == 0
@@ -202,11 +248,11 @@ def _no_interpreter(place: Place, process: Process) -> Exception:
         )
         return PayloadEnvironmentError(
             f"{place.name}: {what}",
-            f"Make it: {place.description.command_line('python3', '-m', 'venv', '--clear', venv)}"
-            " ; or name the right one as `venv` in hosts.toml.",
+            f"Make it: dflashctl setup --host {place.name} ; or name the right one as `venv` in hosts.toml.",
         )
     said = process.stderr.decode(errors="replace").strip().splitlines()
+    python = python or place.python
     return PayloadEnvironmentError(
-        f"{place.name}: {place.python} ended with status {status}: {said[-1] if said else 'no word'}",
-        f"Try: {place.description.command_line(place.python, '--version')}",
+        f"{place.name}: {python} ended with status {status}: {said[-1] if said else 'no word'}",
+        f"Try: {place.description.command_line(python, '--version')}",
     )

@@ -165,7 +165,7 @@ def test_an_absent_venv_and_one_without_python_are_told_apart(package: Path, tmp
     with pytest.raises(PayloadEnvironmentError) as absent:
         ship(local(tmp_path / "w", "/nonexistent/venv"), pack(package), [])
     assert absent.value.message == "here: there is no venv at /nonexistent/venv"
-    assert "python3 -m venv --clear /nonexistent/venv" in absent.value.hint
+    assert "dflashctl setup --host here" in absent.value.hint
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     with pytest.raises(PayloadEnvironmentError, match=r"bin/python is absent or cannot run, although"):
         ship(local(tmp_path / "w", str(tmp_path / "venv")), pack(package), [])

@@ -1,0 +1,130 @@
+"""The commands about a place itself: `exec`, `python`, `gpus`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from controller.commands.options import (
+    AcceptOption,
+    ContainerOption,
+    HostOption,
+    JsonOption,
+    KindOption,
+    PortOption,
+    UserOption,
+    chosen_host,
+    say,
+)
+from controller.errors import PayloadEnvironmentError, UsageError
+
+REST = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+"""Context settings of a command whose last words are somebody else's."""
+
+
+def exec_(
+    argv: Annotated[list[str], typer.Argument(metavar="ARGV...", help="The command, after `--`.")],
+    host: HostOption = None,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Run a command in a place: in its workspace, with the venv's programs first.
+
+    Standard input, output and errors are passed on byte for byte; no shell and no terminal on the way.
+    Ctrl-C ends the command there. The exit code is the command's; an `error:` line says when it is ours.
+
+    \b
+    dflashctl exec --host gpubox -- nvidia-smi
+    dflashctl exec --host gpubox -- sh -c 'tar c data | sha256sum'
+    """
+    from controller.passing import run_command
+    from controller.place import open_place
+
+    chosen = chosen_host(host, kind, container, user, port)
+    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+        return run_command(place, argv)
+
+
+def python(
+    program: Annotated[str, typer.Argument(metavar="FILE|-", help="A program here, or - for stdin.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    host: HostOption = None,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Run a Python program of this machine in a place's venv, with the place's variables.
+
+    It runs in the workspace; with FILE its stdin is ours. Ctrl-C ends it there. The exit code is its own.
+
+    \b
+    dflashctl python --host gpubox check.py --deep
+    echo 'import torch; print(torch.cuda.device_count())' | dflashctl python --host gpubox -
+    """
+    from controller.passing import run_python
+    from controller.place import open_place
+
+    chosen = chosen_host(host, kind, container, user, port)
+    try:
+        text = sys.stdin.buffer.read() if program == "-" else Path(program).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{program}: cannot be read ({error.strerror})") from error
+    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+        return run_python(place, program, text, arguments or [], stdin=program != "-")
+
+
+def gpus(
+    host: HostOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", min=1, metavar="S", help="Seconds between listings of --watch.")
+    ] = 5.0,
+    as_json: JsonOption = False,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Show the GPUs of a place, and which runs use them.
+
+    With --json one object a listing: `t`, `gpus`, `why` (null, or what is wrong), `runs` that live.
+
+    \b
+    dflashctl gpus --host gpubox --watch
+    dflashctl gpus --host gpubox --json | jq '.gpus[].memory_used_gib'
+    """
+    from controller.gpu_table import table
+    from controller.place import open_place
+    from controller.ship import pack, start
+
+    chosen = chosen_host(host, kind, container, user, port)
+    listed: dict[str, Any] = {}
+    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+        words = [f"{interval:g}"] if watch else []
+        arrived = start(place, pack(), ["gpus", place.workspace, *words])
+        try:
+            while (record := arrived.record(100.0 + interval)) is not None:
+                listed = record
+                if as_json:
+                    print(json.dumps(record), flush=True)
+                    continue
+                if watch and sys.stdout.isatty():
+                    print("\033[H\033[J", end="")
+                print(table(record), flush=True)
+        finally:
+            arrived.process.close()
+    if not listed:
+        raise PayloadEnvironmentError(f"{chosen.name}: its GPUs could not be listed")
+    if listed["why"] and not listed["gpus"]:
+        say(f"{chosen.name}: no GPU can be used: {listed['why']}")
+    return 0
