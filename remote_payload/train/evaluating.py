@@ -31,14 +31,19 @@ FEWEST_STEPS = 3
 """Steps between two evaluations that make a pace to compare with."""
 
 
-def offer_snapshot(run: Run, replica: Replica, step: int) -> bool:
-    """Copy the drafter's weights after `step` for the evaluator; whether it takes them."""
+def evaluator_takes(run: Run, step: int) -> bool:
+    """Whether the evaluator has room for the drafter after `step`; says so when it has none."""
+    if run.to_evaluate.qsize() < MOST_WAITING or step == run.steps:
+        return True
+    run.log(f"Step {step} is not evaluated: {MOST_WAITING} earlier ones still wait; raise eval_every")
+    run.events.write("eval_skipped", step=step, waiting=MOST_WAITING)
+    return False
+
+
+def offer_snapshot(run: Run, replica: Replica, step: int) -> None:
+    """Copy the drafter's weights after `step` for the evaluator."""
     if run.evaluation is None:
-        return False
-    if run.to_evaluate.qsize() >= MOST_WAITING and step != run.steps:
-        run.log(f"Step {step} is not evaluated: {MOST_WAITING} earlier ones still wait; raise eval_every")
-        run.events.write("eval_skipped", step=step, waiting=MOST_WAITING)
-        return False
+        return
     start = time.perf_counter()
     weights, ready = replica.snapshot(), None
     if replica.device.type == "cuda":
@@ -46,7 +51,6 @@ def offer_snapshot(run: Run, replica: Replica, step: int) -> bool:
         ready.record()
     seconds = time.perf_counter() - start
     run.to_evaluate.put(Snapshot(step, weights, ready, seconds, run.progress.values["tau_estimate"]))
-    return True
 
 
 def evaluate(run: Run, status: ThreadStatus) -> None:

@@ -33,6 +33,7 @@ from remote_payload.train.pipeline import read, run_target
 from remote_payload.train.prepare_run import prepare
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import Aborted, RunControl, ThreadStatus
+from remote_payload.train.tensorboard import TensorBoardSink
 from remote_payload.train.training import run_drafter_replica
 
 PROGRESS_PERIOD_S = 1.0
@@ -63,6 +64,9 @@ class Trainer:
             set_cpu_threads(checked)
             progress = Progress(checked.bucket_edges)
             writing = functools.partial(self._write_progress, progress)
+            sink = TensorBoardSink(self._run_dir, self._attempt, log) if checked.tensorboard else None
+            if sink is not None:
+                sink.start()
             status = ThreadStatus("progress", "progress", "cpu")
             writer = threading.Thread(target=self._guard, args=(writing, status), name="progress")
             writer.start()
@@ -72,6 +76,8 @@ class Trainer:
             finally:
                 self._ended.set()
                 writer.join()
+                if sink is not None:
+                    sink.stop()
         except (job.JobError, DataError) as error:
             self._failure = error
         except Exception as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from remote_payload.train import checkpoint, execution
 from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.devices import on_device, turn
-from remote_payload.train.evaluating import offer_snapshot
+from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.metrics import StepClock
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run
@@ -133,7 +133,8 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
             run.control.checkpoint.clear()
             save(run, replica, done)
         every = run.job.eval_every
-        if leads and not agreed.stop and (done == run.steps or (every and done % every == 0)):
+        due = done == run.steps or (every and done % every == 0)
+        if leads and not agreed.stop and due and evaluator_takes(run, done):
             offer_snapshot(run, replica, done)
         if agreed.stop and done != run.steps:
             run.stopped = True

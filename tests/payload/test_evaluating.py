@@ -1,0 +1,167 @@
+"""The evaluator beside training: what it takes and costs, and what a text not the target's own means."""
+
+from __future__ import annotations
+
+import queue
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from remote_payload.train import evaluating
+from remote_payload.train.decode import Decoded, Decoder
+from remote_payload.train.evaluating import (
+    MOST_WAITING,
+    Pace,
+    evaluation_line,
+    evaluator_takes,
+    offer_snapshot,
+)
+from tests.payload.trial import Trial
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "rundir.md"
+
+
+def run_of(**values: Any) -> Any:
+    """What these functions read of a run."""
+    said: list[str] = []
+    written: list[tuple[str, dict[str, Any]]] = []
+    return SimpleNamespace(
+        **{
+            "steps": 100,
+            "step": 0,
+            "training_s": 0.0,
+            "evaluation": object(),
+            "to_evaluate": queue.SimpleQueue(),
+            "said": said,
+            "log": said.append,
+            "written": written,
+            "events": SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields))),
+            "progress": SimpleNamespace(values={"tau_estimate": 1.5}),
+            **values,
+        }
+    )
+
+
+def test_what_the_drafters_lost_is_how_much_longer_their_steps_took_than_between_evaluations() -> None:
+    run = run_of()
+    pace = Pace(run)
+    pace.begin()
+    assert pace.lost_s() == 0.0  # of step 0, before anything trains
+    run.step, run.training_s = 20, 2.0  # a step takes 0.1 s
+    pace.begin()
+    run.step, run.training_s = 30, 5.0  # ten steps take 3 s during the evaluation
+    assert pace.lost_s() == pytest.approx(2.0)
+    run.step, run.training_s = 40, 6.0  # 0.1 s again: the evaluation's steps do not spoil the comparison
+    pace.begin()
+    run.step, run.training_s = 45, 6.4  # a little faster: nothing was lost
+    assert pace.lost_s() == 0.0
+
+
+def test_without_a_pace_to_compare_with_the_loss_is_not_known() -> None:
+    run = run_of()
+    pace = Pace(run)
+    pace.begin()
+    run.step, run.training_s = 10, 3.0  # the first evaluation runs beside the first steps
+    assert pace.lost_s() is None
+    run.step, run.training_s = 11, 3.1
+    pace.begin()
+    run.step, run.training_s = 20, 9.0
+    assert pace.lost_s() is None  # one step between two evaluations says nothing
+    run.step, run.training_s = 100, 17.0
+    pace.begin()
+    assert pace.lost_s() == 0.0  # after the last step nobody waits
+
+
+def test_snapshots_that_come_too_fast_are_left_out_and_named_but_never_the_last() -> None:
+    replica: Any = SimpleNamespace(snapshot=lambda: {"w": torch.ones(1)}, device=torch.device("cpu"))
+    run = run_of()
+    for step in range(MOST_WAITING):
+        assert evaluator_takes(run, step)
+        offer_snapshot(run, replica, step)
+    assert not evaluator_takes(run, 50)
+    assert run.written == [("eval_skipped", {"step": 50, "waiting": MOST_WAITING})]
+    assert len(run.said) == 1 and "Step 50 is not evaluated" in run.said[0]
+    assert evaluator_takes(run, 100)
+    first = run.to_evaluate.get()
+    assert (first.step, first.tau_estimate, first.ready) == (0, 1.5, None) and first.seconds >= 0
+    without = run_of(evaluation=None)
+    offer_snapshot(without, replica, 0)
+    assert without.to_evaluate.empty()
+
+
+def test_the_log_says_what_an_evaluation_costs() -> None:
+    record = {
+        "step": 5, "tau": 2.5, "tau_macro": 2.75, "prompts": 9, "text_equal": 7, "diverged": 2,
+        "diverged_allowed": 2, "tokens_per_s": 40.0, "plain_tokens_per_s": 20.0, "eval_s": 3.25,
+        "drafter_wait_s": 0.5,
+    }  # fmt: skip
+    line = evaluation_line(record)
+    assert (
+        "tau 2.500 (macro 2.750) on 9 held-out prompts, 9 texts the target's own, 2 of them but for ties"
+        in line
+    )
+    assert "took 3.2 s, of which the drafters lost 0.5 s" in line
+    assert evaluation_line(record | {"drafter_wait_s": None}).endswith("took 3.2 s")
+
+
+def say_something_else() -> None:
+    honest = Decoder.speculative
+
+    def lying(self: Decoder, prompt: torch.Tensor, drafter: Any) -> Decoded:
+        decoded = honest(self, prompt, drafter)
+        decoded.tokens[1] = (decoded.tokens[1] + 1) % 97
+        return decoded
+
+    Decoder.speculative = lying  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_text_that_is_not_the_targets_own_is_an_alarm_and_the_run_goes_on(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, steps=4)
+    assert trial.fork(say_something_else) == 0, trial.log
+    alarms = [event for event in trial.events("alarm") if event["reason"] == "not_lossless"]
+    assert [(event["step"], event["texts"]) for event in alarms] == [(0, 4), (4, 4)]
+    assert re.match(r"held-out prompt 0 \(\w+\): token 1 is not the target's own", alarms[0]["detail"])
+    assert trial.log.count("decoding is not lossless, 4 of 4 texts") == 2
+    assert "4 texts are NOT the target's own" in trial.log
+    for event in trial.events("eval"):
+        assert (event["text_equal"], event["diverged"], event["diverged_allowed"]) == (0, 4, 0)
+        assert event["largest_gap"] > 1e-3
+
+
+def crop_nothing() -> None:
+    from transformers import DynamicCache
+
+    DynamicCache.crop = lambda _self, _tokens: None  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_target_that_cannot_take_tokens_back_is_refused_before_training(tmp_path: Path) -> None:
+    trial = Trial(tmp_path)
+    assert trial.fork(crop_nothing) == 2, trial.log
+    assert "error: target of model_type 'qwen3' cannot take back tokens" in trial.last_line
+    assert not trial.events("step") and not trial.events("crash") and "Traceback" not in trial.log
+    without = Trial(tmp_path, "without", held_out="")
+    assert without.fork(crop_nothing) == 0, without.log
+
+
+@pytest.mark.slow
+def test_an_evaluation_every_n_steps_says_all_that_is_documented_of_it(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, steps=60, eval_every=20)
+    assert trial.fork() == 0, trial.log
+    records = trial.events("eval")
+    assert {0, 60} <= {record["step"] for record in records}
+    (row,) = re.findall(r"(?m)^\| `eval` \|(.*)\|$", DOCUMENTED.read_text())
+    documented = set(re.findall(r"`([a-z_]+)`", re.sub(r"\([^()]*\)", "", row)))
+    for record in records:
+        assert record.keys() - {"v", "t", "mono", "attempt", "kind"} == documented
+        assert record["text_equal"] == record["prompts"] == 4
+        assert len(record["acceptance"]) == len(record["conditional_acceptance"]) == 3
+        assert record["eval_s"] > 0
+    assert records[0]["tau_estimate"] is None and records[-1]["tau_estimate"] >= 1
+    assert records[-1]["drafter_wait_s"] is not None
+    assert evaluating.MOST_WAITING == 2
