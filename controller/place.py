@@ -322,7 +322,7 @@ def script(argv: Sequence[str], nonce: str, environment: Sequence[str]) -> str:
             "Send long text by stdin or in a file.",
         )
     # The shell's own word on a signal ("Terminated") is not the command's: it goes nowhere.
-    run = f"exec 3>&2 2>/dev/null; eval \"env $(printf %b '{escaped}') 2>&3 3>&-\""
+    run = f"exec 3>&2 2>/dev/null; (eval \"exec env $(printf %b '{escaped}')\") 2>&3 3>&-"
     return f"echo {nonce} >&2; echo {nonce} $$; {run}; exit $?"
 
 
