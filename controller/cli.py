@@ -94,6 +94,7 @@ for command in (
     control.resume,
     pull.pull,
     watch.tui,
+    watch.watch,
     watch.runs,
 ):
     app.command()(command)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
-from controller.health import Limits, judge
+from controller.glance import glance
 from controller.paths import KnownRun, known_runs
-from controller.run_reader import MIRROR
-from controller.run_records import number, whole
+from controller.run_records import whole
 from controller.text import safe_line
-from controller.timing import Timing
-from remote_payload import rundir
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +24,7 @@ class Row:
     """Unix seconds of the laptop."""
     state: str
     exit_code: int | None
+    attempt: int
     step: int | None
     steps: int | None
     news_age_s: float | None
@@ -53,18 +51,8 @@ def print_runs(out: TextIO, *, as_json: bool) -> None:
 
 
 def _row(run: KnownRun, now: float) -> Row:
-    def record(name: str) -> dict[str, Any] | None:
-        return rundir.read_whole(run.directory / name)
-
-    progress = record(rundir.PROGRESS) or {}
-    health = judge(
-        status=record(rundir.STATUS),
-        exit_record=record(rundir.EXIT),
-        mirror=record(MIRROR),
-        progress_t=number(progress, "t"),
-        now=now,
-        limits=Limits().scaled(Timing.from_environment().scale),
-    )
+    seen = glance(run.directory, now)
+    health, progress = seen.health, seen.progress
     return Row(
         run=run.run_id,
         host=run.host,
@@ -72,6 +60,7 @@ def _row(run: KnownRun, now: float) -> Row:
         created=run.created,
         state=str(health.word),
         exit_code=health.exit_code if health.word.ended else None,
+        attempt=seen.attempt,
         step=whole(progress, "step"),
         steps=whole(progress, "steps"),
         news_age_s=None if health.news_age_s is None else round(health.news_age_s, 1),

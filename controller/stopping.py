@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import RunLostError
 from controller.launch import Say
-from controller.mirror import Mirror
-from controller.mirror_reader import MirrorReader
 from controller.run_control import ask, memory_left
 from controller.run_control import stop as ask_to_stop
 from controller.run_place import RunPlace
 from controller.run_state import RunState
 from controller.status import read_state
 from controller.timing import Timing
-from controller.trouble import Trouble
-from controller.waiting import Waiter, wait_until_current
-from controller.watching import last_state, mirrored, wait_for
+from controller.watching import catch_up, last_state, mirrored, wait_for
 from remote_payload.rundir import CHECKPOINTS, Request
 
 _BEYOND_GRACE_S: Final = 60.0
@@ -82,7 +77,7 @@ def checkpoint(directory: Path, *, limit_s: float, say: Say) -> dict[str, Any]:
     """
     run_place = RunPlace.read(directory)
     with mirrored(directory) as mirror:
-        _catch_up(directory, mirror)
+        catch_up(directory, mirror)
         before = max((event.t or 0.0 for event in read_state(directory, time.time()).events), default=0.0)
         ask(run_place, Request.CHECKPOINT)
         say(f"{run_place.run_id}: asked for a checkpoint; waiting at most {limit_s:.0f} s")
@@ -115,11 +110,3 @@ def _written(state: RunState, before: float) -> int | None:
         if event.kind == "checkpoint" and event.t is not None and event.t >= asked[0]
     ]
     return steps[0] if steps else None
-
-
-def _catch_up(directory: Path, mirror: Mirror) -> None:
-    reader, trouble = MirrorReader(directory), Trouble(sys.stderr, lambda: True)
-    try:
-        wait_until_current(reader, trouble, Waiter(reader, mirror))
-    finally:
-        trouble.clear()

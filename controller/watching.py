@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from controller.errors import NotInTimeError
 from controller.mirror import Mirror
+from controller.mirror_reader import MirrorReader
 from controller.place import open_place
 from controller.run_place import RunPlace
 from controller.run_reader import RunReader
 from controller.run_state import RunState
 from controller.status import read_state
+from controller.trouble import Trouble
+from controller.waiting import Waiter, wait_until_current
 
 
 def new_mirror(directory: Path, *, once: bool = False) -> Mirror:
@@ -40,6 +44,18 @@ def last_state(directory: Path) -> RunState:
         while mirror.running:
             seen = mirror.wait_for_news(seen, 1.0)
     return read_state(directory, time.time())
+
+
+def catch_up(directory: Path, mirror: Mirror) -> None:
+    """Wait until `mirror` has all that the run wrote so far, or it is known that it cannot be had now.
+
+    Trouble of the connection is told on stderr meanwhile.
+    """
+    reader, trouble = MirrorReader(directory), Trouble(sys.stderr, lambda: True)
+    try:
+        wait_until_current(reader, trouble, Waiter(reader, mirror))
+    finally:
+        trouble.clear()
 
 
 def wait_for(

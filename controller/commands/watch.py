@@ -1,14 +1,15 @@
-"""The commands that look at a run: `logs`, `status`, `tui`, `runs`."""
+"""The commands that look at a run: `logs`, `status`, `tui`, `watch`, `runs`."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from controller.commands.options import Run
+from controller.commands.options import JsonOption, Run, say
 
 
 def logs(
@@ -62,12 +63,47 @@ def tui(run: Run = None) -> int:
     dflashctl tui
     dflashctl tui demo-1130
     """
+    from controller.notify import notifying
     from controller.paths import find_run
     from controller.tui.app import run_tui
     from controller.watching import new_mirror
 
     directory = find_run(run)
-    return run_tui(directory, new_mirror(directory))
+    notes: list[str] = []  # the screen is the app's; what is to be said is said after it
+    try:
+        with notifying(directory, notes.append):
+            return run_tui(directory, new_mirror(directory))
+    finally:
+        for note in notes:
+            say(note)
+
+
+def watch(
+    run: Run = None,
+    notify: Annotated[
+        str | None,
+        typer.Option("--notify", metavar="COMMAND", help="Run when it ends, fails or stalls."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Print what happens to a run, a line each, until it has ended; needs no terminal.
+
+    The exit code is the run's. --notify takes the place of the command in the user's notify.toml; the
+    command finds DFLASHCTL_RUN, _STATE, _REASON, _TAU and others in its environment.
+
+    \b
+    dflashctl watch
+    dflashctl watch demo-1130 --notify 'notify-send "$DFLASHCTL_RUN: $DFLASHCTL_STATE"'
+    """
+    from controller.changes import print_changes
+    from controller.notify import Hook, notifying, shell
+    from controller.paths import find_run
+    from controller.watching import mirrored
+
+    directory = find_run(run)
+    hook = Hook(shell(notify)) if notify else None
+    with notifying(directory, say, hook), mirrored(directory) as mirror:
+        return print_changes(directory, mirror, as_json=as_json, out=sys.stdout)
 
 
 def runs(as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run.")] = False) -> int:
@@ -89,11 +125,13 @@ def follow_to_stdout(directory: Path, *, follow: bool, tail: int | None, whole: 
     """Print a run's log; the exit code is the run's, when followed to its end."""
     from controller.logs import follow_log
     from controller.mirror import ask_for_whole_log
+    from controller.notify import notifying
     from controller.watching import mirrored
 
     if whole:
         ask_for_whole_log(directory)
-    with mirrored(directory, once=not follow) as mirror:
+    hooks = notifying(directory, say) if follow else nullcontext()
+    with hooks, mirrored(directory, once=not follow) as mirror:
         return follow_log(
             directory, follow=follow, tail=tail, whole=whole, out=sys.stdout.buffer, mirror=mirror
         )

@@ -1,0 +1,55 @@
+"""`watch`: a line for each change of a run, and the run's exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.changes import print_changes
+from controller.mirror import Mirror
+from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.01")
+
+
+def ended() -> Remote:
+    remote = Remote()
+    remote.small["run.json"] = b'{"kind":"run","id":"run-1","job":"tiny"}\n'
+    remote.small["status.json"] = (
+        b'{"kind":"status","t":5,"attempt":1,"state":"failed","exit_code":1,"reason":"boom\\u001b[31m"}\n'
+    )
+    remote.small["progress.json"] = b'{"kind":"progress","attempt":1,"step":7,"steps":9,"loss":1.5}\n'
+    remote.supervisor = remote.trainer = "gone"
+    return remote
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_ended_run_is_one_line_with_its_reason_and_the_code_is_the_runs(
+    as_json: bool, tmp_path: Path
+) -> None:
+    folder, line = mirror_folder(tmp_path / "mirror"), Line(ended())
+    mirror = Mirror(folder, place_opener=line.open, timing=TIMING)
+    mirror.start()
+    out = io.StringIO()
+    try:
+        assert print_changes(folder, mirror, as_json=as_json, out=out) == 1
+    finally:
+        mirror.stop()
+    (said,) = out.getvalue().splitlines()
+    assert said.isprintable()
+    if as_json:
+        record = json.loads(said)
+        assert (record["state"], record["exit_code"], record["step"], record["event"]) == (
+            "FAILED",
+            1,
+            7,
+            None,
+        )
+    else:
+        assert "run-1 FAILED rc=1 step 7/9: boom" in said
