@@ -77,6 +77,16 @@ def _key(default: Any, text: str, check: Check | None = None, *, resumable: bool
 
 _REQUIRED = dataclasses.MISSING
 
+_READ_ONLY_BY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kl_share": ("objective", ("forward_kl",)),
+    "lk_eta": ("objective", ("lk",)),
+    "dpace_alpha": ("objective", ("dpace",)),
+    "focal_weight": ("objective", ("focal", "chain")),
+    "chain_weight": ("objective", ("chain",)),
+    "decay": ("schedule", ("wsd",)),
+}
+"""Keys that mean something with some values of another key alone: set without, they would do nothing."""
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Job:
@@ -164,11 +174,38 @@ class Job:
     gamma: float = _key(
         0.0, "Decay of the loss over block positions; 0: 7, 5 or 4 by block size.", _at_least(0)
     )
+    objective: str = _key(
+        "ce",
+        "What is minimised: ce (cross-entropy with the decay), dpace (weights from the drafter's own"
+        " confidence), focal (ce and the first error of each block), chain (focal and the expected accepted"
+        " length), forward_kl (to the target's distribution), lk (KL far from it, acceptance near it).",
+        _one_of("ce", "dpace", "focal", "chain", "forward_kl", "lk"),
+    )
+    kl_share: float = _key(1.0, "forward_kl: share of the KL in the loss; the rest is ce.", _within(0, 1))
+    lk_eta: float = _key(3.0, "lk: how fast acceptance takes over from KL; 0: KL alone.", _at_least(0))
+    dpace_alpha: float = _key(
+        0.5, "dpace: how far confidences are lifted towards 1; 1: all are 1.", _within(0, 1)
+    )
+    focal_weight: float = _key(0.3, "focal and chain: weight of the first error's loss.", _at_least(0))
+    chain_weight: float = _key(40.0, "chain: weight of the expected accepted length.", _at_least(0))
     learning_rate: float = _key(6e-4, "Peak learning rate of AdamW.", _above(0))
     warmup: float = _key(0.04, "Share of the steps in which the learning rate rises.", _within(0, 1))
+    schedule: str = _key(
+        "cosine",
+        "How the learning rate falls to 0 after the warm-up: cosine, linear, or wsd (it stays, and falls as"
+        " 1 - sqrt over the last steps).",
+        _one_of("cosine", "linear", "wsd"),
+    )
+    decay: float = _key(0.2, "wsd: share of the steps in which the learning rate falls.", _within(0, 1))
     betas: list[float] = _key([0.9, 0.95], "AdamW's decay of its two moments.", _fractions)
     weight_decay: float = _key(0.0, "AdamW's decay of the matrices (never of norms).", _at_least(0))
     clip: float = _key(1.0, "Most the gradient's norm may be; above it is scaled down.", _above(0))
+    nonfinite_limit: int = _key(
+        20,
+        "Steps in a row without a finite gradient after which the run ends as crashed; 0: it never does.",
+        _at_least(0),
+        resumable=True,
+    )
     epochs: float = _key(
         6.0, "Passes over the dataset; ignored when `steps` is set.", _above(0), resumable=True
     )
@@ -268,6 +305,18 @@ class Job:
         return job
 
     def _check_together(self, source: str) -> None:
+        for field in dataclasses.fields(self):
+            owner, values = _READ_ONLY_BY.get(field.name, ("", ()))
+            if owner and getattr(self, field.name) != field.default and getattr(self, owner) not in values:
+                raise JobError(
+                    f"{source}: {field.name} = {getattr(self, field.name)!r} is read only with {owner} ="
+                    f" {' or '.join(map(repr, values))}, and it is {getattr(self, owner)!r}"
+                )
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise JobError(
+                f"{source}: warmup = {self.warmup:g} and decay = {self.decay:g}: expected no more than 1"
+                " together"
+            )
         replicas = len(self.drafters)
         if self.rows_per_step % replicas:
             raise JobError(

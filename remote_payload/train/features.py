@@ -1,6 +1,7 @@
 """Target features on their way to a drafter: packed, and for small sets kept on disk after the first pass.
 
-Shapes: B rows, L longest row, n real tokens of a batch, W = taps * width.
+Shapes: B rows, L longest row, n real tokens of a batch, W = taps * width, and one width more where the
+objective needs the target's last hidden states.
 """
 
 from __future__ import annotations
@@ -66,7 +67,13 @@ class FeatureCache:
         self._present = torch.from_file(str(present), shared=True, size=len(dataset), dtype=torch.uint8)
 
     @staticmethod
-    def key(dataset: Sequence[Path], target: str, tap_layers: tuple[int, ...], dtype: torch.dtype) -> str:
+    def key(
+        dataset: Sequence[Path],
+        target: str,
+        tap_layers: tuple[int, ...],
+        dtype: torch.dtype,
+        last_hidden: bool = False,
+    ) -> str:
         """Names a cache by all that its content depends on; reads the dataset's files once.
 
         A folder may hold another model tomorrow, so the size and time of its weights are in the name too.
@@ -77,7 +84,8 @@ class FeatureCache:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         files = [(path.name, path.stat()) for path in sorted(Path(target).glob("*.safetensors"))]
         weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-        digest.update(repr((target, weights, tap_layers, str(dtype), torch.__version__)).encode())
+        columns = (*tap_layers, *(["last hidden"] if last_hidden else []))
+        digest.update(repr((target, weights, columns, str(dtype), torch.__version__)).encode())
         return digest.hexdigest()[:16]
 
     @property

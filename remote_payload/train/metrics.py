@@ -38,33 +38,45 @@ class Statistics:
 
     def zeros(self, device: torch.device) -> Tensor:
         """An empty vector."""
-        places = self.block_size - 1
-        return torch.zeros(2 + 2 * places + 2 * self.buckets, dtype=torch.float64, device=device)
+        return torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
 
-    def add(self, vector: Tensor, scores: BlockScores, weights: Tensor, bucket: int) -> None:
-        """Add one row: its `scores` and label `weights` [A, B-1]; a drawn anchor's first label counts."""
-        places = self.block_size - 1
+    def add(self, vector: Tensor, scores: BlockScores, weights: Tensor, bucket: Tensor) -> None:
+        """Add one row: its `scores`, label `weights` [A, B-1], and `bucket`, an int64 scalar on the device.
+
+        Nothing waits for the device, and a number that is not finite stays in its own bucket.
+        """
+        sums, hits, counts, run, reached, losses, divisors = vector.split(self._sizes)
         counted = weights > 0
-        loss = scores.loss.detach()
-        vector[0] += counted[:, 0].sum()
-        vector[1] += accepted(scores.hits, weights).sum()
-        vector[2 : 2 + places] += (scores.hits & counted).sum(0)
-        vector[2 + places : 2 + 2 * places] += counted.sum(0)
-        vector[2 + 2 * places + bucket] += loss
-        vector[2 + 2 * places + self.buckets + bucket] += weights.sum()
+        taken = accepted(scores.hits, weights)
+        sums += torch.stack([scores.ce.double(), weights.sum(dtype=torch.float64)])
+        hits += (scores.hits & counted).sum(0)
+        counts += counted.sum(0)
+        run += taken.sum(0)
+        reached[0] += counted[:, 0].sum()
+        reached[1:] += (taken[:, :-1] & counted[:, 1:]).sum(0)
+        mine = torch.arange(self.buckets, device=vector.device) == bucket
+        losses += torch.where(mine, scores.loss.detach().double(), 0.0)
+        divisors += torch.where(mine, scores.weight.double(), 0.0)
 
     def read(self, vector: Tensor) -> Reading:
         """The vector in words; waits for the device."""
-        places = self.block_size - 1
-        values = vector.tolist()
-        hits, counts = values[2 : 2 + places], values[2 + places : 2 + 2 * places]
-        losses, weights = values[2 + 2 * places :][: self.buckets], values[2 + 2 * places :][self.buckets :]
-        return Reading(
-            loss=_over(sum(losses), sum(weights)),
-            tau_estimate=1 + (_over(values[1], values[0]) or 0.0) if values[0] else None,
-            accuracy=[_over(hit, count) for hit, count in zip(hits, counts, strict=True)],
-            bucket_loss=[_over(loss, weight) for loss, weight in zip(losses, weights, strict=True)],
+        values = iter(vector.tolist())
+        sums, hits, counts, run, reached, losses, divisors = (
+            [next(values) for _ in range(size)] for size in self._sizes
         )
+        return Reading(
+            loss=_over(sum(losses), sum(divisors)),
+            ce=_over(*sums),
+            tau_estimate=1 + sum(run) / reached[0] if reached[0] else None,
+            accuracy=_over_each(hits, counts),
+            conditional_accuracy=_over_each(run, reached),
+            bucket_loss=_over_each(losses, divisors),
+        )
+
+    @property
+    def _sizes(self) -> list[int]:
+        places = self.block_size - 1
+        return [2, places, places, places, places, self.buckets, self.buckets]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,8 +84,14 @@ class Reading:
     """Means over the steps since the last reading; None where there was nothing to measure."""
 
     loss: float | None
+    """The objective."""
+    ce: float | None
+    """Cross-entropy with the decay weights, whatever the objective, so that curves can be compared."""
     tau_estimate: float | None
     accuracy: list[float | None]
+    """By block position: the share of labels that were the drafter's first choice."""
+    conditional_accuracy: list[float | None]
+    """By block position: the same share of those labels before which all were."""
     bucket_loss: list[float | None]
 
 
@@ -130,6 +148,7 @@ class Progress:
             "eta_s": None,
             "loss": None,
             "loss_ema": None,
+            "ce": None,
             "tau_estimate": None,
             "tau": None,
             "tau_step": None,
@@ -205,6 +224,7 @@ class Progress:
             for bucket, loss in zip(self.buckets, reading.bucket_loss, strict=True):
                 bucket.loss = bucket.loss if loss is None else loss
             self.values["loss"] = rounded(reading.loss, 5)
+            self.values["ce"] = rounded(reading.ce, 5)
             self.values["tau_estimate"] = rounded(reading.tau_estimate, 4)
             if reading.loss is not None and math.isfinite(reading.loss):
                 keep = (1 - 1 / EMA_STEPS) ** steps
@@ -318,6 +338,10 @@ def gib(size: int) -> float:
 def rounded(value: float | None, places: int) -> float | None:
     """`value` to `places` places, or None."""
     return None if value is None else round(value, places)
+
+
+def _over_each(parts: Sequence[float], wholes: Sequence[float]) -> list[float | None]:
+    return [_over(part, whole) for part, whole in zip(parts, wholes, strict=True)]
 
 
 def _over(part: float, whole: float) -> float | None:

@@ -1,79 +1,188 @@
-"""The loss over a row's blocks: cross-entropy against the target's frozen head, with decaying weights.
+"""The loss over a row's blocks, through the target's frozen head.
 
-The head is frozen, so the loss and the gradient of its input come out of one pass, a chunk of rows at a
-time, and logits of the whole vocabulary never exist whole. The sum is not normalised here: a step divides
-by the weights of all replicas together (SpecForge #731, NeMo #2572: normalised per replica, a short row
-counts as much as a long one).
+The head is frozen, so the loss and the gradient of its input come out of one pass, a chunk of whole blocks
+at a time, and logits of the whole vocabulary never exist whole. The sum is not normalised here: a step
+divides by what all replicas and rows bring together (SpecForge #731, NeMo #2572: normalised per replica, a
+short row counts as much as a long one).
 
-Shapes: N block tokens that predict something (A * (B-1)), D width, V vocabulary.
+Everything that changes from row to row is a tensor of a fixed shape, and nothing waits for the device, so a
+step can be captured as a graph. Empty slots come last in a row; where no graph is captured the host may say
+how many are in use, and the chunks after them are left out.
+
+Shapes: A anchor slots, B block size, P = B - 1 places that predict something, C context tokens, D width,
+V vocabulary, n blocks of a chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+from remote_payload.job import Job
+from remote_payload.train.batch import Batch, RowShape
+from remote_payload.train.distribution_losses import forward_kl, lk
+from remote_payload.train.label_losses import ce, chain, dpace, focal
+from remote_payload.train.output_head import OutputHead
 
 MOST_ROWS = 512
 """Most rows of logits alive at once: 512 x 151,936 in bfloat16 and float32 is under 0.5 GiB."""
 
-
-def default_gamma(block_size: int) -> float:
-    """The paper's decay by block size: 7 for 16, 5 for 10, 4 for 8 and smaller blocks."""
-    return 7.0 if block_size > 10 else 5.0 if block_size > 8 else 4.0
+FROM_LABELS = ("ce", "dpace", "focal", "chain")
+FROM_DISTRIBUTIONS = ("forward_kl", "lk")
 
 
-def chunk_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted cross-entropy of a chunk, its gradient, and which rows were right.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What is minimised: one of the names with its numbers; their formulas are where they are computed."""
+
+    name: str = "ce"
+    kl_share: float = 1.0
+    lk_eta: float = 3.0
+    dpace_alpha: float = 0.5
+    focal_weight: float = 0.3
+    chain_weight: float = 40.0
+    whole_block: float = 1.0
+    """Decay weights of a block without a missing label, summed."""
+
+    @classmethod
+    def of(cls, job: Job, shape: RowShape) -> Objective:
+        """The objective of a job for rows of `shape`."""
+        return cls(
+            name=job.objective,
+            kl_share=job.kl_share,
+            lk_eta=job.lk_eta,
+            dpace_alpha=job.dpace_alpha,
+            focal_weight=job.focal_weight,
+            chain_weight=job.chain_weight,
+            whole_block=float(shape.block_weights.sum()),
+        )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it reads the target's last hidden states."""
+        return self.name in FROM_DISTRIBUTIONS
+
+    @property
+    def by_block(self) -> bool:
+        """Whether a step divides its sum by the number of blocks, and not by the labels' decay weights."""
+        return self.name in ("dpace", "focal", "chain")
+
+    def weight_of(self, batch: Batch) -> float:
+        """What a batch adds to the number that a step divides its sum by."""
+        return float(batch.drawn) if self.by_block else batch.weight
+
+
+class ChunkScores(NamedTuple):
+    """What a chunk of n blocks says."""
+
+    loss: Tensor
+    """The objective's sum, float32 scalar."""
+    ce: Tensor
+    """The sum of decayed cross-entropies, whatever the objective; float32 scalar."""
+    gradient: Tensor
+    """Of `loss` by the hidden states, [n, P, D]."""
+    hits: Tensor
+    """Whether each label was the drafter's first choice, [n, P] bool."""
+
+
+ChunkFunction = Callable[[Tensor, OutputHead, Tensor, Tensor, Tensor | None, Objective], ChunkScores]
+
+
+def chunk_scores(
+    hidden: Tensor,
+    head: OutputHead,
+    labels: Tensor,
+    weights: Tensor,
+    teacher: Tensor | None,
+    objective: Objective,
+) -> ChunkScores:
+    """Loss and gradient of a chunk of whole blocks; the function that is compiled.
 
     Args:
-        hidden: [n, D]. head: [V, D]. labels: [n] int64. weights: [n] float32.
-
-    Returns:
-        The weighted sum (float32 scalar), its gradient by `hidden` [n, D], and hits [n] bool.
+        hidden: the drafter's hidden states, [n, P, D]. teacher: the target's, or None.
+        labels: [n, P] int64. weights: decay weights, 0 where there is no label, [n, P] float32.
     """
-    logits = F.linear(hidden, head).float()
+    logits = head.logits(hidden).float()
     top, guess = logits.max(-1, keepdim=True)
-    unnormalised = (logits - top).exp()
-    total = unnormalised.sum(-1, keepdim=True)
-    log_total = total.log() + top
-    loss = ((log_total - logits.gather(-1, labels[:, None]))[:, 0] * weights).sum()
-    slope = unnormalised / total * weights[:, None]
-    # Subtracting the one-hot as a comparison and not by scatter keeps the chunk one fused pass.
-    onehot = torch.arange(logits.shape[-1], device=labels.device)[None] == labels[:, None]
-    slope = slope - torch.where(onehot, weights[:, None], 0.0)
-    return loss, slope.to(hidden.dtype) @ head, guess[:, 0] == labels
+    log_total = (logits - top).exp().sum(-1, keepdim=True).log() + top
+    hits = guess[..., 0] == labels
+    log_label = (logits.gather(-1, labels[..., None]) - log_total)[..., 0]
+    # Finding the label by comparison and not by scatter keeps the chunk one fused pass.
+    onehot = torch.arange(logits.shape[-1], device=labels.device) == labels[..., None]
+    plain, each = ce(log_label, weights)
+    loss = plain
+    if objective.needs_teacher:
+        assert teacher is not None
+        log_q, log_p = logits - log_total, F.log_softmax(head.logits(teacher).float(), -1)
+        if objective.name == "lk":
+            loss, slope = lk(log_q, log_p, weights, objective.lk_eta)
+        else:
+            loss, slope = forward_kl(log_q, log_p, onehot, weights, objective.kl_share)
+    else:
+        if objective.name == "dpace":
+            loss, each = dpace(log_label, weights, objective.dpace_alpha)
+        elif objective.name == "focal":
+            loss, each = focal(log_label, weights, hits, objective.whole_block, objective.focal_weight)
+        elif objective.name == "chain":
+            loss, each = chain(
+                log_label,
+                weights,
+                hits,
+                objective.whole_block,
+                objective.focal_weight,
+                objective.chain_weight,
+            )
+        slope = ((logits - log_total).exp() - torch.where(onehot, 1.0, 0.0)) * each[..., None]
+    return ChunkScores(loss, plain, _by_hidden(head, logits, slope).to(hidden.dtype), hits)
+
+
+def _by_hidden(head: OutputHead, logits: Tensor, slope: Tensor) -> Tensor:
+    """The gradient [n, P, D] by what the head was given, from that by its logits, [n, P, V]."""
+    if head.soft_cap is not None:
+        slope = slope * (1 - (logits / head.soft_cap).square())
+    if head.scale != 1.0:
+        slope = slope * head.scale
+    return slope.to(head.weight.dtype) @ head.weight
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, used: int, loss_of: ChunkLoss
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        head: OutputHead,
+        labels: Tensor,
+        weights: Tensor,
+        teacher: Tensor | None,
+        index: Tensor,
+        objective: Objective,
+        chunk: ChunkFunction,
+        used: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.zeros_like(hidden)
-        hits = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+        hits = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = chunk_size(len(hidden))
+        plain = torch.zeros_like(loss)
+        size = chunk_blocks(*labels.shape)
         for start in range(0, used, size):
             part = slice(start, start + size)
-            value, gradient[part], hits[part] = loss_of(hidden[part], head, labels[part], weights[part])
-            loss = loss + value
+            taught = None if teacher is None else teacher[index[part]]
+            scores = chunk(hidden[part], head, labels[part], weights[part], taught, objective)
+            gradient[part], hits[part] = scores.gradient, scores.hits
+            loss, plain = loss + scores.loss, plain + scores.ce
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(hits)
-        return loss, hits
+        ctx.mark_non_differentiable(plain, hits)
+        return loss, plain, hits
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0].to(gradient.dtype), None, None, None, None, None
+        return gradient * gradients[0].to(gradient.dtype), *(None,) * 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,62 +190,83 @@ class BlockScores:
     """What a row's blocks say of the drafter, all on its device."""
 
     loss: Tensor
-    """Weighted sum of cross-entropies, scalar; differentiable."""
+    """The objective's sum, scalar; differentiable."""
+    ce: Tensor
+    """The sum of decayed cross-entropies, scalar."""
+    weight: Tensor
+    """What the row adds to the number that the loss is divided by, scalar."""
     hits: Tensor
     """Whether each label was the drafter's first choice, [A, B-1] bool."""
 
 
 def block_loss(
     hidden: Tensor,
-    head: Tensor,
+    head: OutputHead,
     labels: Tensor,
     weights: Tensor,
-    order: Tensor,
-    used: int,
-    loss_of: ChunkLoss,
+    anchors: Tensor,
+    teacher: Tensor | None,
+    objective: Objective,
+    chunk: ChunkFunction = chunk_scores,
+    used: int | None = None,
 ) -> BlockScores:
     """The loss of a row.
 
     Args:
         hidden: final hidden states of the block tokens, [A, B, D]; those of the anchors predict nothing.
-        head: the target's head, [V, D].
         labels: [A, B-1]. weights: [A, B-1], 0 where there is no label.
-        order: a permutation of the A * (B-1) places with the weighted ones first, [N] int64.
-        used: how many are weighted; known on the host, so that nothing waits for the device.
-        loss_of: `chunk_loss`, as it is or compiled.
+        anchors: context index of each anchor, [A].
+        teacher: the target's last hidden states of the row, [C, D]; None unless the objective needs them.
+        chunk: `chunk_scores`, as it is or compiled.
+        used: slots in use, counted from the first, where the host may say so; None: all of them.
     """
-    slots, block = labels.shape[0], labels.shape[1] + 1
-    places = slots * (block - 1)
-    flat = hidden.view(slots, block, -1)[:, 1:].reshape(places, -1)[order]
-    spare = -places % chunk_size(places)  # every chunk has the same shape, so that one compiled one does
-    loss, hits_in_order = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
-        F.pad(flat, (0, 0, 0, spare)),
+    slots, places = labels.shape
+    size = chunk_blocks(slots, places)
+    spare = -slots % size  # every chunk has the same shape, so that one compiled one does
+    pad = (0, 0, 0, spare)
+    index = anchors[:, None] + torch.arange(places, device=anchors.device)
+    if teacher is not None:
+        index = index.clamp(max=len(teacher) - 1)
+    loss, plain, hits = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
+        F.pad(hidden[:, 1:], (0, 0, *pad)),
         head,
-        F.pad(labels.flatten()[order], (0, spare)),
-        F.pad(weights.flatten()[order], (0, spare)),
-        used,
-        loss_of,
+        F.pad(labels, pad),
+        F.pad(weights, pad),
+        teacher,
+        F.pad(index, pad),
+        objective,
+        chunk,
+        slots + spare if used is None else used,
     )
-    hits = torch.zeros(places, dtype=torch.bool, device=hidden.device)
-    hits.index_copy_(0, order, hits_in_order[:places])
-    return BlockScores(loss=loss, hits=hits.view(slots, block - 1))
+    total = (weights[:, 0] > 0).sum() if objective.by_block else weights.sum()
+    return BlockScores(loss=loss, ce=plain, weight=total, hits=hits[:slots])
 
 
-def chunk_size(rows: int) -> int:
-    """Rows of one chunk when `rows` are cut into as few equal chunks as `MOST_ROWS` allows."""
-    return -(-rows // -(-rows // MOST_ROWS))
+def chunk_blocks(slots: int, places: int) -> int:
+    """Blocks of one chunk when `slots` blocks are cut into as few equal chunks as `MOST_ROWS` allows."""
+    most = max(1, MOST_ROWS // places)
+    return -(-slots // -(-slots // most))
 
 
-def weighted_first(weights: Tensor) -> tuple[Tensor, int]:
-    """The `order` and `used` of `block_loss` for a row's weights on the CPU, [A, B-1]."""
-    flat = weights.flatten() > 0
-    return flat.to(torch.int8).argsort(descending=True, stable=True), int(flat.sum())
+def slots_in_use(weights: Tensor) -> int:
+    """How many slots of a row on the CPU are drawn; `weights` [A, B-1]. Empty slots come last."""
+    return int((weights[:, 0] > 0).sum())
+
+
+def needs_teacher(job: Job) -> bool:
+    """Whether the job's objective reads the target's last hidden states."""
+    return job.objective in FROM_DISTRIBUTIONS
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's decay by block size: 7 for 16, 5 for 10, 4 for 8 and smaller blocks."""
+    return 7.0 if block_size > 10 else 5.0 if block_size > 8 else 4.0
 
 
 def accepted(hits: Tensor, weights: Tensor) -> Tensor:
-    """Labels that a block would have had accepted, [A]: the run of hits from its first label.
+    """Whether each label would have been accepted, [A, B-1] bool: a hit, and all before it hits too.
 
-    1 + their mean over drawn anchors is training's estimate of tau. It reads the corpus and not the
-    target's own decoding, and blocks at a document's end are cut short: real decoding has the last word.
+    1 + their sum over drawn anchors is training's estimate of tau. It reads the corpus and not the target's
+    own decoding, and blocks at a document's end are cut short: real decoding has the last word.
     """
-    return (hits & (weights > 0)).to(torch.int64).cumprod(-1).sum(-1)
+    return (hits & (weights > 0)).to(torch.int64).cumprod(-1).bool()

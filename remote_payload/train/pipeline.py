@@ -21,6 +21,7 @@ from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, on_device, turn
 from remote_payload.train.features import Features, pack
 from remote_payload.train.metrics import gib
+from remote_payload.train.objective import needs_teacher
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
@@ -109,6 +110,8 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
     )
     if number == 0 and run.evaluation is not None:
         run.evaluation.check(target)
+    if needs_teacher(run.job):
+        target.check_last_hidden()
     run.events.write(
         "target",
         target=number,
@@ -134,7 +137,8 @@ def compute_features(run: Run, target: Target, batch: Batch) -> Features:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with turn(device):
-        packed = pack(target.features(batch.ids.to(device, non_blocking=True)), batch.lengths)
+        ids = batch.ids.to(device, non_blocking=True)
+        packed = pack(target.features(ids, needs_teacher(run.job)), batch.lengths)
     if run.cache is not None:
         run.cache.store(batch.samples, batch.lengths, packed)
         kept = run.cache.read(batch.samples)

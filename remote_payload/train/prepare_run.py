@@ -24,7 +24,7 @@ from remote_payload.train.evaluation import Evaluation, held_out_prompts
 from remote_payload.train.features import FeatureCache
 from remote_payload.train.metrics import Progress, Statistics
 from remote_payload.train.model_source import resolve_model
-from remote_payload.train.objective import default_gamma
+from remote_payload.train.objective import default_gamma, needs_teacher
 from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.sync import Reduction
@@ -174,10 +174,10 @@ def open_cache(
     if job.features != "cached":
         return None
     dtype = compute_dtype(job.target_dtype, torch.device(job.targets[0]))
-    key = FeatureCache.key(dataset.files, model, config.tap_layers, dtype)
-    cache = FeatureCache(
-        workspace / "cache" / "features" / key, dataset, len(config.tap_layers) * config.width
-    )
+    last_hidden = needs_teacher(job)
+    key = FeatureCache.key(dataset.files, model, config.tap_layers, dtype, last_hidden)
+    columns = (len(config.tap_layers) + last_hidden) * config.width
+    cache = FeatureCache(workspace / "cache" / "features" / key, dataset, columns)
     log(f"Features are kept in {cache.path} ({100 * cache.present_share:.0f}% there already)")
     return cache
 

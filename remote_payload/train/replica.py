@@ -28,9 +28,11 @@ from remote_payload.train.features import Features
 from remote_payload.train.init_from_target import copy_layers
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
 from remote_payload.train.metrics import Statistics
-from remote_payload.train.objective import BlockScores, block_loss, chunk_loss, weighted_first
+from remote_payload.train.objective import BlockScores, Objective, block_loss, chunk_scores, slots_in_use
+from remote_payload.train.optimizer import Optimizer
+from remote_payload.train.output_head import OutputHead
 from remote_payload.train.target import Target
-from remote_payload.train.weights import FlatWeights, Optimizer
+from remote_payload.train.weights import FlatWeights
 
 CLEARLY_SLOWER = 1.1
 """Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
@@ -84,14 +86,22 @@ class Replica:
         self.weights = FlatWeights(self.drafter, self.dtype, len(job.drafters))
         self.optimizer = Optimizer(self.weights, job)
         self._embedding, self._head = _frozen(target, device, self.dtype)
+        self.objective = Objective.of(job, shape)
         self.features = torch.zeros(
             shape.token_budget, len(config.tap_layers) * config.width, dtype=self.dtype, device=device
         )
+        self.teacher = (
+            torch.zeros(shape.token_budget, config.width, dtype=self.dtype, device=device)
+            if self.objective.needs_teacher
+            else None
+        )
+        """The target's last hidden states of the row, where the objective needs them."""
+        self.bucket = torch.zeros((), dtype=torch.int64, device=device)
         self.row: Row = Row(**{k: t.to(device) for k, t in empty_row(shape).tensors().items()})
         self.statistics = statistics.zeros(device)
         self._sees = mask_mod(self.row.starts, self.row.anchors, shape.token_budget, shape.block_size)
         self._run: Any = run_drafter
-        self._loss: Any = chunk_loss
+        self._chunk: Any = chunk_scores
         self._tiled = False
         self._filled = 0
         self._held: collections.deque[tuple[Features, torch.cuda.Event]] = collections.deque()
@@ -137,11 +147,16 @@ class Replica:
         a NaN, and one bad batch would spoil those after it.
         """
         filled, self._filled = self._filled, 0 if features is None else len(features.packed)
-        self.features[self._filled : filled].zero_()
+        for buffer in (self.features, self.teacher):
+            if buffer is not None:
+                buffer[self._filled : filled].zero_()
         if features is not None:
             if features.ready is not None:
                 features.ready.wait()
-            self.features[: len(features.packed)].copy_(features.packed, non_blocking=True)
+            width = self.features.shape[1]
+            self.features[: self._filled].copy_(features.packed[:, :width], non_blocking=True)
+            if self.teacher is not None:
+                self.teacher[: self._filled].copy_(features.packed[:, width:], non_blocking=True)
             if self.device.type == "cuda":
                 self._hold(features)
         for name, tensor in row.tensors().items():
@@ -149,11 +164,12 @@ class Replica:
 
     def run_row(self, row: Row, bucket: int, first: bool) -> None:
         """Forward and backward of the loaded `row`, added to this step's gradient and statistics."""
-        scores = self._forward(row)
+        self.bucket.fill_(bucket)
+        scores = self._forward(slots_in_use(row.weights))
         scores.loss.backward()
         self.weights.collect(first)
         with torch.no_grad():
-            self._layout.add(self.statistics, scores, self.row.weights, bucket)
+            self._layout.add(self.statistics, scores, self.row.weights, self.bucket)
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the drafter's weights by name, in the compute type."""
@@ -166,21 +182,22 @@ class Replica:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _forward(self, row: Row) -> BlockScores:
+    def _forward(self, used: int | None) -> BlockScores:
         mine, shape = self.row, self.shape
         x = self._embedding(mine.block_tokens.flatten()).to(self.dtype)
         hidden = self._run(
             self.drafter, self.features, mine.positions, x, mine.block_positions.flatten(), self._mask()
         )
-        order, used = weighted_first(row.weights)
         return block_loss(
             hidden.view(shape.anchors, shape.block_size, -1),
             self._head,
             mine.labels,
             mine.weights,
-            order.to(self.device, non_blocking=True),
+            mine.anchors,
+            self.teacher,
+            self.objective,
+            self._chunk,
             used,
-            self._loss,
         )
 
     def _mask(self) -> Mask:
@@ -195,18 +212,17 @@ class Replica:
         fits = tiles_fit(shape.token_budget, shape.anchors, shape.block_size)
         self._tiled = choice == execution.COMPILED and self.device.type == "cuda" and fits
         self._run = execution.build(run_drafter, choice, f"replica{self.number}")
-        self._loss = execution.build(chunk_loss, choice, f"replica{self.number}")
+        self._chunk = execution.build(chunk_scores, choice, f"replica{self.number}")
 
     def _time_step(self) -> float:
         """Seconds of a forward and backward pass on a full synthetic row, the better of two."""
-        row = _full_row(self.shape)
-        self.load(None, row)
-        self._forward(row).loss.backward()  # compiles, mostly on one core, so others may use the CPU
+        self.load(None, _full_row(self.shape))
+        self._forward(None).loss.backward()  # compiles, mostly on one core, so others may use the CPU
         best = float("inf")
         for _ in range(2):
             with turn(self.device):
                 start = time.perf_counter()
-                self._forward(row).loss.backward()
+                self._forward(None).loss.backward()
                 self.synchronise()
                 best = min(best, time.perf_counter() - start)
         return best
@@ -225,12 +241,13 @@ class Replica:
             self._held.popleft()
 
 
-def _frozen(target: Target, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+def _frozen(target: Target, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, OutputHead]:
     """The target's embedding and head on `device`: its own where it is there already, else copies."""
-    embedding, head = target.embedding, target.head
+    embedding, head = target.embedding, target.output
     if target.device != device:
-        embedding, head = copy.deepcopy(embedding).to(device), head.to(device)
-    return embedding, head.to(dtype)
+        embedding = copy.deepcopy(embedding).to(device)
+    bias = None if head.bias is None else head.bias.to(device, dtype)
+    return embedding, dataclasses.replace(head, weight=head.weight.to(device, dtype), bias=bias)
 
 
 def _full_row(shape: RowShape) -> Row:

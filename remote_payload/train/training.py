@@ -16,11 +16,12 @@ from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.metrics import StepClock
+from remote_payload.train.nonfinite import say_nonfinite
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
+from remote_payload.train.schedule import learning_rate
 from remote_payload.train.sync import Contribution
-from remote_payload.train.weights import learning_rate
 
 
 def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
@@ -119,7 +120,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
         for batch, seconds in rows:
             run.progress.row_done(batch, seconds + (time.perf_counter() - started) / len(rows))
         if leads and (agreed.report or agreed.stop):
-            report(run, replica, statistics, clock, rate, done - reported, rows)
+            report(run, replica, status, statistics, clock, rate, done - reported, rows)
             reported = done
             count_recompiles(run, replica, graphs)
         if leads:
@@ -160,7 +161,7 @@ def run_rows(
             replica.load(features, row)
             replica.run_row(row, batch.bucket if batch else 0, first=number == 0)
         if batch is not None:
-            weight += batch.weight
+            weight += replica.objective.weight_of(batch)
             rows.append((batch, time.perf_counter() - started))
     return rows, weight
 
@@ -168,6 +169,7 @@ def run_rows(
 def report(
     run: Run,
     replica: Replica,
+    status: ThreadStatus,
     statistics: Tensor,
     clock: StepClock,
     rate: float,
@@ -176,36 +178,27 @@ def report(
 ) -> None:
     """Read the device's numbers once, and put them into the log, the events and the progress."""
     reading = run.statistics.read(statistics)
-    norm, skipped = float(replica.optimizer.norm), int(replica.optimizer.skipped)
+    taken = replica.optimizer.read()
     if run.first_loss is None:
         run.first_loss = reading.loss
     run.last_loss = reading.loss
     run.progress.read(reading, steps)
     rates = clock.report(run.step, run.steps, run.progress.tokens)
     batch = rows[-1][0] if rows else None
-    if skipped > run.progress.values["nonfinite_steps"]:
-        bad_step = int(replica.optimizer.bad_step)
-        bad = [each for step, each in run.trained if step == bad_step]
-        run.events.write(
-            "nonfinite",
-            step=bad_step,
-            bucket=bad[0].bucket if bad else None,
-            samples=sorted(sample for each in bad for sample in each.samples),
-            gradient_norm=float(replica.optimizer.bad_norm),
-            skipped_steps=skipped,
-        )
-        run.log(f"step {bad_step}: the gradient was not finite; {skipped} steps left out so far")
+    say_nonfinite(run, taken, status)
     while run.trained and run.trained[0][0] <= run.step:
         run.trained.popleft()
-    run.progress.update(gradient_norm=norm, learning_rate=rate, nonfinite_steps=skipped, **rates)
+    run.progress.update(gradient_norm=taken.norm, learning_rate=rate, **rates)
     run.events.write(
         "step",
         step=run.step,
         epoch=run.progress.values["epoch"],
         loss=reading.loss,
+        ce=reading.ce,
         tau_estimate=reading.tau_estimate,
         accuracy=reading.accuracy,
-        gradient_norm=norm,
+        conditional_accuracy=reading.conditional_accuracy,
+        gradient_norm=taken.norm,
         learning_rate=rate,
         **run.progress.coverage(),
         tokens_per_s=rates["tokens_per_s"],
@@ -216,7 +209,7 @@ def report(
         return
     loss, tau = _shown(reading.loss, 3), _shown(reading.tau_estimate, 2)
     run.log(
-        f"step {run.step:>5}/{run.steps}  loss {loss}  tau~ {tau}  grad {norm:.2f}  lr {rate:.1e}"
+        f"step {run.step:>5}/{run.steps}  loss {loss}  tau~ {tau}  grad {taken.norm:.2f}  lr {rate:.1e}"
         f"  {rates['tokens_per_s']:,.0f} tokens/s  {rates['step_s']:.3f} s/step"
     )
 

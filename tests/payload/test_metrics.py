@@ -21,7 +21,7 @@ from remote_payload.train.run_control import ThreadStatus
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 FIELDS = """
-phase step steps epoch eta_s loss loss_ema tau_estimate
+phase step steps epoch eta_s loss loss_ema ce tau_estimate
 tau tau_step gradient_norm learning_rate tokens anchors anchor_coverage_share document_coverage_share tokens_per_s
 step_s mfu_share execution recompiles nonfinite_steps wait queues buckets
 threads devices skipped checkpoint
@@ -30,24 +30,35 @@ THREAD_FIELDS = "name role device state step bucket last_sign busy_s waited_s"
 
 
 def reading(loss: float | None, *buckets: float | None) -> Reading:
-    return Reading(loss=loss, tau_estimate=None, accuracy=[], bucket_loss=list(buckets))
+    return Reading(
+        loss=loss,
+        ce=loss,
+        tau_estimate=None,
+        accuracy=[],
+        conditional_accuracy=[],
+        bucket_loss=list(buckets),
+    )
 
 
 def test_statistics_over_rows_are_the_means_that_a_slow_count_gives() -> None:
     dice = random.Random(1)
     layout = Statistics(block_size=5, buckets=3)
     vector = layout.zeros(torch.device("cpu"))
-    losses, weight_sums = [0.0] * 3, [0.0] * 3
-    right, counted, accepted, anchors = [0] * 4, [0] * 4, 0, 0
+    losses, divisors, ce, decay = [0.0] * 3, [0.0] * 3, 0.0, 0.0
+    right, counted, anchors = [0] * 4, [0] * 4, 0
+    accepted, reached = [0] * 4, [0] * 4
     for row in range(6):
-        bucket, loss = row % 2, dice.uniform(1, 9)
+        bucket, loss, plain, divisor = row % 2, *(dice.uniform(1, 9) for _ in range(3))
         weights = torch.zeros(7, 4)
         hits = torch.rand(7, 4) < 0.6
         for slot in range(dice.randrange(5)):
             weights[slot, : dice.randrange(1, 5)] = dice.uniform(0.1, 1)
-        layout.add(vector, BlockScores(torch.tensor(loss), hits), weights, bucket)
+        scores = BlockScores(torch.tensor(loss), torch.tensor(plain), torch.tensor(divisor), hits)
+        layout.add(vector, scores, weights, torch.tensor(bucket))
         losses[bucket] += loss
-        weight_sums[bucket] += float(weights.double().sum())
+        divisors[bucket] += divisor
+        ce += plain
+        decay += float(weights.double().sum())
         for slot in range(7):
             anchors += bool(weights[slot, 0] > 0)
             run = True
@@ -55,22 +66,40 @@ def test_statistics_over_rows_are_the_means_that_a_slow_count_gives() -> None:
                 if weights[slot, place] > 0:
                     counted[place] += 1
                     right[place] += bool(hits[slot, place])
+                    reached[place] += run
                     run = run and bool(hits[slot, place])
-                    accepted += run
+                    accepted[place] += run
     found = layout.read(vector)
-    assert found.loss == pytest.approx(sum(losses) / sum(weight_sums), rel=1e-6)
-    assert found.tau_estimate == pytest.approx(1 + accepted / anchors)
+    assert found.loss == pytest.approx(sum(losses) / sum(divisors), rel=1e-6)
+    assert found.ce == pytest.approx(ce / decay, rel=1e-6)
+    assert found.tau_estimate == pytest.approx(1 + sum(accepted) / anchors)
     assert found.accuracy == pytest.approx([r / c for r, c in zip(right, counted, strict=True)])
+    assert found.conditional_accuracy == pytest.approx(
+        [a / r for a, r in zip(accepted, reached, strict=True)]
+    )
     assert found.bucket_loss[:2] == pytest.approx(
-        [loss / weight for loss, weight in zip(losses[:2], weight_sums[:2], strict=True)], rel=1e-6
+        [loss / weight for loss, weight in zip(losses[:2], divisors[:2], strict=True)], rel=1e-6
     )
     assert found.bucket_loss[2] is None
+
+
+def test_a_loss_that_is_not_a_number_stays_in_its_own_bucket() -> None:
+    layout = Statistics(block_size=3, buckets=2)
+    vector = layout.zeros(torch.device("cpu"))
+    for bucket, loss in ((0, math.nan), (1, 6.0)):
+        scores = BlockScores(torch.tensor(loss), torch.tensor(loss), torch.tensor(2.0), torch.ones(1, 2) > 0)
+        layout.add(vector, scores, torch.ones(1, 2), torch.tensor(bucket))
+    found = layout.read(vector)
+    assert math.isnan(found.bucket_loss[0] or 0.0) and found.bucket_loss[1] == 3.0
 
 
 def test_nothing_seen_reads_as_nothing_known_and_not_as_zero() -> None:
     layout = Statistics(block_size=3, buckets=2)
     found = layout.read(layout.zeros(torch.device("cpu")))
-    assert found == Reading(loss=None, tau_estimate=None, accuracy=[None] * 2, bucket_loss=[None] * 2)
+    none = [None] * 2
+    assert found == Reading(
+        loss=None, ce=None, tau_estimate=None, accuracy=none, conditional_accuracy=none, bucket_loss=none
+    )
 
 
 def test_the_moving_average_is_debiased_and_survives_losses_that_are_not_finite() -> None:
