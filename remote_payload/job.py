@@ -65,6 +65,10 @@ def _fractions(value: Sequence[float]) -> str | None:
     return None if len(value) == 2 and all(0 <= v < 1 for v in value) else "two numbers from 0 to below 1"
 
 
+def _ratio(value: float) -> str | None:
+    return None if value == 0 or value >= 1 else "0, or at least 1"
+
+
 def _key(default: Any, text: str, check: Check | None = None, *, resumable: bool = False) -> Any:
     """A key of the job; `resumable`: a resumed run may have another value than its earlier attempts."""
     metadata = {"text": text, "check": check, "resumable": resumable}
@@ -164,6 +168,12 @@ class Job:
         "0-based target layers copied into the drafter's layers at the start; empty: random weights.",
     )
 
+    init_from: str = _key(
+        "",
+        "Folder of a DFlash drafter (a release, an export or a checkpoint) whose weights the drafter begins"
+        " with; empty: none. A relative path starts at the workspace.",
+    )
+
     anchors: int = _key(512, "Anchor slots of a packed row.", _at_least(1))
     anchor_choice: str = _key(
         "random",
@@ -235,6 +245,12 @@ class Job:
     )
     eval_prompts: int = _key(32, "Held-out prompts in an evaluation.", _at_least(1), resumable=True)
     eval_max_new_tokens: int = _key(48, "Tokens decoded for a held-out prompt.", _at_least(2), resumable=True)
+    tau_alarm_ratio: float = _key(
+        2.0,
+        "Alarm when training's estimate of tau is more than this many times the decoded one; 0: never.",
+        _ratio,
+        resumable=True,
+    )
     eval_logit_gap: float = _key(
         0.25,
         "In 16 bits: gap of the target's two best logits up to which another token is a tie and not an error"
@@ -251,6 +267,17 @@ class Job:
         0, "Steps between checkpoints; 0: one at the end.", _at_least(0), resumable=True
     )
     checkpoint_keep: int = _key(2, "Checkpoints kept, the newest ones.", _at_least(1), resumable=True)
+    checkpoint_best: bool = _key(
+        True,
+        "Save every step that is evaluated, and keep the one with the best decoded tau.",
+        resumable=True,
+    )
+    checkpoint_keep_every: int = _key(
+        0,
+        "Checkpoints of steps that are multiples of it are kept as well; 0: none.",
+        _at_least(0),
+        resumable=True,
+    )
     crash_grace: float = _key(
         8.0,
         "Seconds the threads get to end after one failed, before stacks are dumped.",
@@ -332,6 +359,11 @@ class Job:
             raise JobError(
                 f"{source}: anchors = {self.anchors} and max_batch = {self.max_batch}: expected an anchor slot for"
                 " each document of a row, or some are never learned from"
+            )
+        if self.init_from and self.init_from_target:
+            raise JobError(
+                f"{source}: init_from = {self.init_from!r} and init_from_target = {self.init_from_target}"
+                " exclude each other; leave one out"
             )
         if self.bucket_edges[0] >= self.token_budget:
             raise JobError(f"{source}: token_budget = {self.token_budget}: no bucket fits into it")

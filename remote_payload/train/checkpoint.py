@@ -1,19 +1,24 @@
-"""Checkpoints: `checkpoints/step-N/`, complete or absent.
+"""One checkpoint: `checkpoints/step-N/`, complete or absent, and provably whole.
 
 Everything is written and synced in a folder beside, which is renamed at the end. `model.safetensors` and
-`config.json` are a DFlash checkpoint as the released ones are laid out; `training.safetensors` has the
-float32 masters and AdamW's moments, `training.json` where in the data the run stood.
+`config.json` are a DFlash drafter as the released ones are laid out; `training.safetensors` has the float32
+masters and the optimizer's state, `training.json` where the run stood and what it was (`contract.py`).
+`manifest.json` names every file with its size and sha256: a disk that lies, or a copy that was cut short, is
+found before a run continues from it. Which checkpoints stay is `checkpoint_index.py`'s matter.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +26,17 @@ from remote_payload import rundir
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.released import CONFIG, WEIGHTS, released_config
 
+TRAINING = "training.safetensors"
+RECORD = "training.json"
+MANIFEST = "manifest.json"
+
 _NAME = re.compile(r"step-(\d+)")
+_SLACK_BYTES = 4 << 20
+"""For headers, small files and the file system's own."""
+
+
+class SaveError(Exception):
+    """A checkpoint that could not be written; the text says why, in one sentence."""
 
 
 def save(
@@ -29,44 +44,87 @@ def save(
     step: int,
     *,
     config: DrafterConfig,
-    weights: dict[str, Tensor],
-    training: dict[str, Tensor],
-    position: dict[str, Any],
-    keep: int,
+    weights: Mapping[str, Tensor],
+    training: Mapping[str, Tensor],
+    record: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step` and remove all but the newest `keep`. Raises OSError.
+    """Write the checkpoint of `step`; what stood there before stays until the new one is complete.
 
     Args:
+        config: the drafter's sizes.
         weights: the drafter's parameters by name, in the type they are to be served in.
-        training: the optimizer's flat tensors.
-        position: what a resumed run needs to go on with the very next batch.
+        training: flat tensors of the optimizer.
+        record: what a resumed run needs to go on with the very next batch, as JSON.
+
+    Raises SaveError, and leaves nothing behind, when the disk is too small or a write fails.
     """
     folder = run_dir / rundir.CHECKPOINTS
-    folder.mkdir(exist_ok=True)
     final, partial = folder / f"step-{step}", folder / f".step-{step}.{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    contiguous = {name: value.detach().cpu().clone() for name, value in weights.items()}
-    save_file(contiguous, partial / WEIGHTS, metadata={"format": "pt"})
-    save_file({n: v.detach().cpu().clone() for n, v in training.items()}, partial / "training.safetensors")
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    rundir.write_whole(partial / CONFIG, _json(released_config(config, dtype)))
-    rundir.write_whole(partial / "training.json", _json(position))
-    for path in partial.iterdir():
-        _sync(path)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _sync(folder)
-    for old in steps(run_dir)[:-keep]:
-        shutil.rmtree(folder / f"step-{old}")
+    try:
+        folder.mkdir(exist_ok=True)
+        needed = _SLACK_BYTES + sum(t.nbytes for part in (weights, training) for t in part.values())
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise SaveError(
+                f"it needs {_mib(needed)} and {folder} has {_mib(free)} free; free some space, or lower"
+                " checkpoint_keep"
+            )
+        remove(partial)
+        partial.mkdir()
+        _write(partial, step, config, weights, training, record)
+        if final.exists():
+            remove(final)
+        partial.rename(final)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:  # safetensors wraps what the system said
+        raise SaveError(f"{error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the complete checkpoints, rising."""
+    """Steps of the checkpoints that stand there, rising."""
     folder = run_dir / rundir.CHECKPOINTS
     names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in names if match)
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands, or would."""
+    return run_dir / rundir.CHECKPOINTS / f"step-{step}"
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in a few words; None when every file is as it was written.
+
+    Reads all of it: about a second for 1.5 GB.
+    """
+    manifest = rundir.read_whole(folder / MANIFEST)
+    files = manifest.get("files") if manifest else None
+    if not isinstance(files, dict) or not {WEIGHTS, CONFIG, TRAINING, RECORD} <= files.keys():
+        return f"no usable {MANIFEST}"
+    for name, written in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != written["bytes"]:
+                return f"{name} has {size} bytes of {written['bytes']}"
+            if _digest(path) != written["sha256"]:
+                return f"{name} is not what was written (its sha256 differs)"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        except (KeyError, TypeError):
+            return f"no usable {MANIFEST}"
+    return None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record that `save` was given. Raises ValueError or OSError for what `damage` would name."""
+    record = json.loads((folder / RECORD).read_bytes())
+    if not isinstance(record, dict):
+        raise ValueError(f"{folder / RECORD}: expected an object")
+    return record
 
 
 def size_of(folder: Path) -> int:
@@ -74,8 +132,57 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
+def remove(folder: Path) -> None:
+    """Remove a checkpoint so that a kill meanwhile leaves no half one under its name. Raises OSError."""
+    if not folder.exists():
+        return
+    aside = folder.with_name(f".{folder.name.lstrip('.')}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def sweep(run_dir: Path) -> None:
+    """Remove what a killed trainer left half written or half removed."""
+    for path in (run_dir / rundir.CHECKPOINTS).glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(
+    folder: Path,
+    step: int,
+    config: DrafterConfig,
+    weights: Mapping[str, Tensor],
+    training: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+) -> None:
+    save_file(_on_host(weights), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(_on_host(training), folder / TRAINING)
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    rundir.write_whole(folder / CONFIG, _json(released_config(config, dtype)))
+    rundir.write_whole(folder / RECORD, _json(record))
+    files = {}
+    for path in sorted(folder.iterdir()):
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    manifest = rundir.stamp("checkpoint", {"step": step, "files": files})
+    rundir.write_whole(folder / MANIFEST, _json(manifest))
+    _sync(folder)
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU: views of one flat tensor become tensors of their own, as safetensors wants them."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    finite = rundir.decode(rundir.encode(value))  # JSON has no NaN; the record's own rule applies
+    return json.dumps(finite, indent=2).encode() + b"\n"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -84,3 +191,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def written_at(folder: Path) -> float | None:
+    """Unix seconds of the checkpoint's completion, by its manifest."""
+    manifest = rundir.read_whole(folder / MANIFEST) or {}
+    t = manifest.get("t")
+    return float(t) if isinstance(t, int | float) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from remote_payload.train.checkpoint_index import Best
 from remote_payload.train.run import Run
 
 
@@ -16,8 +17,9 @@ def closing_lines(run: Run, seconds: float) -> list[str]:
         lines += ["", "tau on held-out prompts     before    after   prompts"]
         kinds = sorted(after["by_kind"])
         for kind in kinds:
-            first, last = before["by_kind"][kind], after["by_kind"][kind]
-            lines.append(f"  {kind:<24} {first['tau']:>8.3f} {last['tau']:>8.3f} {last['prompts']:>9}")
+            first, last = before["by_kind"].get(kind), after["by_kind"][kind]  # a resumed run may have others
+            earlier = "-" if first is None else f"{first['tau']:.3f}"
+            lines.append(f"  {kind:<24} {earlier:>8} {last['tau']:>8.3f} {last['prompts']:>9}")
         lines.append(
             f"  {'all (over rounds)':<24} {before['tau']:>8.3f} {after['tau']:>8.3f} {after['prompts']:>9}"
         )
@@ -50,8 +52,14 @@ def _pairs(run: Run, seconds: float) -> list[str]:
         ("training tokens/s", f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "-"),
         ("time", f"{seconds:.0f} s"),
         ("checkpoint", str(run.saved) if run.saved else "none"),
+        *([("best", _best(run, run.best))] if run.best else []),
     ]
     return [f"{name:<26} {value}" for name, value in rows]
+
+
+def _best(run: Run, best: Best) -> str:
+    path = run.best_path
+    return f"tau {best.tau:.3f} at step {best.step}, {path or 'its checkpoint is gone'}"
 
 
 def _number(value: float | None) -> str:

@@ -23,6 +23,7 @@ from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run, Snapshot
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
+from remote_payload.train.verdict import judge
 
 MOST_WAITING = 2
 """Snapshots that may wait for the evaluator; only the one of the last step may come on top."""
@@ -85,6 +86,7 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
                 detail=report.not_lossless[0],
             )  # fmt: skip
             run.log(not_lossless_line(snapshot.step, report))
+        judge(run, report)
         status.enter("waiting for a drafter")
 
 

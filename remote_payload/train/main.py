@@ -71,7 +71,15 @@ class Trainer:
             writer = threading.Thread(target=self._guard, args=(writing, status), name="progress")
             writer.start()
             try:
-                self._run = prepare(checked, self._run_dir, self._events, progress, self._control, log)
+                self._run = prepare(
+                    checked,
+                    self._run_dir,
+                    self._events,
+                    progress,
+                    self._control,
+                    log,
+                    resuming=self._attempt > 1,
+                )
                 self._train(self._run)
             finally:
                 self._ended.set()
@@ -104,7 +112,7 @@ class Trainer:
     def _threads(self, run: Run) -> list[threading.Thread]:
         loading = threading.Lock()
         work: list[tuple[str, str, str, Callable[[ThreadStatus], None]]] = [
-            ("reader", "reader", "cpu", functools.partial(read, run))
+            ("reader", "reader", "cpu", functools.partial(read, run, first=run.first_sequence))
         ]
         for number, device in enumerate(run.job.targets):
             target = functools.partial(run_target, run, number, loading=loading)
@@ -254,6 +262,9 @@ def summary(run: Run) -> dict[str, Any]:
         "eager_step_s": run.eager_step_s,
         "compiled_step_s": run.compiled_step_s,
         "checkpoint": str(run.saved.relative_to(run.run_dir)) if run.saved else None,
+        "best_tau": rounded(run.best.tau, 4) if run.best else None,
+        "best_step": run.best.step if run.best else None,
+        "best_checkpoint": str(path.relative_to(run.run_dir)) if (path := run.best_path) else None,
     }
 
 

@@ -28,10 +28,22 @@ EMA_STEPS = 50
 WARM_STEPS = 3
 """Steps left out of the step time that the ETA is made of."""
 
+_COUNTED_BY_BUCKET = (
+    *("batches", "tokens", "drawn", "candidates", "documents", "covered"),
+    *("padding", "seconds", "loss"),
+)
+_CARRIED_ON = ("loss", "loss_ema", "tau_estimate", "tau", "tau_step", "nonfinite_steps", "alarm")
+"""What a checkpoint keeps of the progress; the rest is of one attempt, or follows from the step."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statistics:
-    """Layout of the vector of statistics that replicas sum with their gradients."""
+    """Layout of the vector of statistics that replicas sum with their gradients.
+
+    Of P = B - 1 places and K buckets: the sum of decayed cross-entropies and of decay weights; by place hits,
+    labels, labels accepted, labels whose block was accepted so far; by bucket the objective's sum and what it
+    is divided by.
+    """
 
     block_size: int
     buckets: int
@@ -161,6 +173,9 @@ class Progress:
             "recompiles": 0,
             "nonfinite_steps": 0,
             "checkpoint": None,
+            "checkpoint_error": None,
+            "best": None,
+            "alarm": None,
             "skipped": {},
         }
         self.tokens = 0
@@ -197,6 +212,11 @@ class Progress:
             bucket.covered += batch.covered
             bucket.padding += batch.padding_share
             bucket.seconds += seconds
+
+    def rows(self) -> int:
+        """Rows trained so far, of earlier attempts too."""
+        with self.lock:
+            return sum(bucket.batches for bucket in self.buckets)
 
     def coverage(self) -> dict[str, float | None]:
         """Shares of eligible anchor places that were drawn, and of documents that drew one, so far."""
@@ -238,6 +258,31 @@ class Progress:
             assert not values.keys() - self.values.keys()
             self.values.update(values)
 
+    def state(self) -> dict[str, Any]:
+        """The counters that a resumed run goes on with, for a checkpoint."""
+        with self.lock:
+            return {
+                "tokens": self.tokens,
+                "drawn": self.drawn,
+                "candidates": self.candidates,
+                "ema": [self._ema_sum, self._ema_weight],
+                "buckets": [
+                    {name: getattr(bucket, name) for name in _COUNTED_BY_BUCKET} for bucket in self.buckets
+                ],
+                "values": {name: self.values[name] for name in _CARRIED_ON},
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with the counters of `state`."""
+        with self.lock:
+            self.tokens, self.drawn = state["tokens"], state["drawn"]
+            self.candidates = state["candidates"]
+            self._ema_sum, self._ema_weight = state["ema"]
+            for bucket, counted in zip(self.buckets, state["buckets"], strict=True):
+                for name in _COUNTED_BY_BUCKET:
+                    setattr(bucket, name, counted[name])
+            self.values |= {name: state["values"].get(name) for name in _CARRIED_ON}
+
     def snapshot(self) -> dict[str, Any]:
         """The fields of progress.json."""
         with self.lock:
@@ -272,10 +317,11 @@ LOG_PERIOD_S = 5.0
 class StepClock:
     """Times steps and tokens from one report to the next, and the whole run for the ETA."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0, tokens: int = 0) -> None:
+        """`step` and `tokens` are what a resumed run begins with."""
         self._reported = time.monotonic()
         self._logged = float("-inf")
-        self._step = self._tokens = 0
+        self._first, self._step, self._tokens = step, step, tokens
         self._warm: tuple[float, int] | None = None
 
     def due(self) -> bool:
@@ -301,7 +347,7 @@ class StepClock:
         if self._warm and step > self._warm[1]:
             each = (now - self._warm[0]) / (step - self._warm[1])
             rates["eta_s"] = rounded(each * (steps - step), 1)
-        if not self._warm and step >= WARM_STEPS:
+        if not self._warm and step >= self._first + WARM_STEPS:
             self._warm = (now, step)
         self._reported, self._step, self._tokens = now, step, tokens
         return rates

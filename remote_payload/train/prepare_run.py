@@ -15,16 +15,21 @@ import torch
 import remote_payload
 from remote_payload.job import PAYLOAD_PREFIX, Job, JobError
 from remote_payload.rundir import RecordWriter
+from remote_payload.train.alarm import TauWatch
 from remote_payload.train.batch import BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
+from remote_payload.train.checkpoint_index import CheckpointIndex
+from remote_payload.train.contract import contract_of
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.devices import compute_dtype, resolve_devices
 from remote_payload.train.drafter import DrafterConfig, choose_taps
 from remote_payload.train.evaluation import Evaluation, held_out_prompts
 from remote_payload.train.features import FeatureCache
+from remote_payload.train.init_from import check_initial
 from remote_payload.train.metrics import Progress, Statistics
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.objective import default_gamma, needs_teacher
+from remote_payload.train.resume import check_resume, find_resume, go_on
 from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.sync import Reduction
@@ -40,9 +45,19 @@ fingerprint."""
 
 
 def prepare(
-    job: Job, run_dir: Path, events: RecordWriter, progress: Progress, control: RunControl, log: Log
+    job: Job,
+    run_dir: Path,
+    events: RecordWriter,
+    progress: Progress,
+    control: RunControl,
+    log: Log,
+    *,
+    resuming: bool,
 ) -> Run:
-    """Read what the job names and set the run up. Raises JobError or DataError for what cannot be used."""
+    """Read what the job names and set the run up; `resuming`: to go on from its newest checkpoint.
+
+    Raises JobError or DataError for what cannot be used.
+    """
     workspace = run_dir.parent.parent
     job.targets, job.drafters = resolve_devices(job.targets), resolve_devices(job.drafters)
     dataset = Dataset.open(locate(job.dataset, workspace), workspace / DATASET_CACHE, log)
@@ -88,6 +103,11 @@ def prepare(
         anchor_choice=job.anchor_choice,
     )
     steps = job.steps or max(1, round(job.epochs * batches / rows_per_step))
+    contract = contract_of(job, model=model, config=config, dataset=dataset, rows_per_step=rows_per_step)
+    resume = find_resume(run_dir, log) if resuming else None
+    if resume is not None:
+        check_resume(resume, contract, steps)
+    first = 0 if resume is None else resume.step * rows_per_step
     events.write(
         "start", steps=steps, rows_per_step=rows_per_step, steps_per_epoch=round(batches / rows_per_step, 2)
     )
@@ -121,13 +141,24 @@ def prepare(
         progress=progress,
         control=control,
         log=log,
-        batches=OrderedQueue(job.queue_depth, control),
-        features=[OrderedQueue(job.queue_depth, control) for _ in job.drafters],
+        batches=OrderedQueue(job.queue_depth, control, first),
+        features=[OrderedQueue(job.queue_depth, control, first // len(job.drafters)) for _ in job.drafters],
         targets=[Handover(control) for _ in job.targets],
         ready=[Handover(control) for _ in job.drafters],
         reduction=Reduction(len(job.drafters), control),
         to_evaluate=queue.SimpleQueue(),
+        checkpoints=CheckpointIndex(
+            run_dir,
+            keep=job.checkpoint_keep,
+            keep_best=job.checkpoint_best and bool(job.held_out),
+            keep_every=job.checkpoint_keep_every,
+        ),
+        contract=contract,
+        watch=TauWatch(job.tau_alarm_ratio),
+        init_from=find_initial(job, config, workspace, log) if resume is None else None,
     )
+    if resuming:
+        go_on(run, resume)
     progress.queues = {"batches": [run.batches], "features": list(run.features)}
     return run
 
@@ -165,6 +196,16 @@ def report_dataset(
         low, high, share = edges[number], edges[number + 1], count / len(sizes)
         log(f"Bucket {number} [{low:4d}, {high:4d}): {count:6d} batches ({100 * share:5.1f}%)")
         events.write("bucket", bucket=number, low=low, high=high, batches=count, share=round(share, 5))
+
+
+def find_initial(job: Job, config: DrafterConfig, workspace: Path, log: Log) -> Path | None:
+    """The released drafter that the job begins with, checked against what it is to become."""
+    if not job.init_from:
+        return None
+    path = locate(job.init_from, workspace)
+    check_initial(path, config)
+    log(f"Weights begin as those of {path}")
+    return path
 
 
 def open_cache(

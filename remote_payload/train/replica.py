@@ -13,6 +13,7 @@ import collections
 import copy
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from remote_payload.train.batch import Row, RowShape, empty_row
 from remote_payload.train.devices import compute_dtype, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Mask, initialise
 from remote_payload.train.features import Features
+from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
 from remote_payload.train.metrics import Statistics
@@ -68,8 +70,11 @@ class Replica:
         shape: RowShape,
         statistics: Statistics,
         target: Target,
+        init_from: Path | None = None,
     ) -> None:
         """Build the model on `device` with the weights that every replica starts with.
+
+        `init_from` is the released drafter whose weights those are, when there is one.
 
         `target` lends its embedding and head; a replica on another device takes a copy of them.
         """
@@ -80,7 +85,9 @@ class Replica:
         self.dtype = compute_dtype(job.compute_dtype, device)
         self.drafter = Drafter(config)
         initialise(self.drafter, torch.Generator().manual_seed(job.seed))
-        if job.init_from_target:
+        if init_from is not None:
+            load_initial(self.drafter, init_from)
+        elif job.init_from_target:
             copy_layers(self.drafter, target, job.init_from_target)
         self.drafter.to(device)
         self.weights = FlatWeights(self.drafter, self.dtype, len(job.drafters))

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from remote_payload.job import Job
 from remote_payload.rundir import RecordWriter
+from remote_payload.train.alarm import TauWatch
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan
+from remote_payload.train.checkpoint import folder_of
+from remote_payload.train.checkpoint_index import Best, CheckpointIndex
+from remote_payload.train.contract import Contract
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.evaluation import Evaluation, Report
 from remote_payload.train.features import FeatureCache, Features
@@ -68,6 +72,16 @@ class Run:
     ready: list[Handover[bool]]
     reduction: Reduction
     to_evaluate: queue.SimpleQueue[Snapshot | None]
+    checkpoints: CheckpointIndex
+    contract: Contract
+    watch: TauWatch
+    init_from: Path | None = None
+    """The released drafter whose weights the run begins with."""
+    resume_from: Path | None = None
+    """The checkpoint that this attempt goes on from."""
+    first_step: int = 0
+    """Steps that earlier attempts made."""
+    best: Best | None = None
     reports: list[Report] = dataclasses.field(default_factory=list)
     first_loss: float | None = None
     last_loss: float | None = None
@@ -86,6 +100,23 @@ class Run:
     def tokens_per_s(self) -> float | None:
         """Context tokens a second over all steps so far."""
         return self.progress.tokens / self.training_s if self.training_s else None
+
+    @property
+    def first_sequence(self) -> int:
+        """The number of the first batch of this attempt."""
+        return self.first_step * self.rows_per_step
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the drafter is evaluated after `step` steps."""
+        every = self.job.eval_every
+        due = step in (0, self.steps) or (bool(every) and step % every == 0)
+        return self.evaluation is not None and due
+
+    @property
+    def best_path(self) -> Path | None:
+        """The checkpoint of the best decoded tau, while it stands there."""
+        path = folder_of(self.run_dir, self.best.step) if self.best else None
+        return path if path is not None and path.is_dir() else None
 
     @property
     def replicas(self) -> int:

@@ -83,11 +83,12 @@ class OrderedQueue(Generic[Item]):
     the next one always gets in, so the one that a reader waits for is never kept out.
     """
 
-    def __init__(self, capacity: int, control: RunControl) -> None:
+    def __init__(self, capacity: int, control: RunControl, first: int = 0) -> None:
+        """`first` is the number of the first item, more than 0 in a resumed run."""
         self.capacity = capacity
         self._control = control
         self._items: dict[int, Item] = {}
-        self._next = 0
+        self._next = first
         self._closed = False
         self._changed = threading.Condition()
         control.on_abort(self._wake)
@@ -96,7 +97,7 @@ class OrderedQueue(Generic[Item]):
         return len(self._items)
 
     def put(self, number: int, item: Item) -> None:
-        """Add `item` as number `number` (each once, from 0); waits while it is too far ahead.
+        """Add `item` as number `number` (each once); waits while it is too far ahead.
 
         Raises Aborted when a thread failed. After `close` the item is dropped: nobody will come for it.
         """

@@ -11,15 +11,17 @@ import time
 import torch
 from torch import Tensor
 
-from remote_payload.train import checkpoint, execution
+from remote_payload.train import execution
 from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.metrics import StepClock
 from remote_payload.train.nonfinite import say_nonfinite
 from remote_payload.train.replica import Replica
+from remote_payload.train.resume import restore
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
+from remote_payload.train.saving import save
 from remote_payload.train.schedule import learning_rate
 from remote_payload.train.sync import Contribution
 
@@ -33,7 +35,11 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
         targets = [target.wait() for target in run.targets]
         target = next((t for t in targets if t.device == device), targets[0])
         status.enter("building")
-        replica = Replica(number, device, run.job, run.config, run.shape, run.statistics, target)
+        replica = Replica(
+            number, device, run.job, run.config, run.shape, run.statistics, target, init_from=run.init_from
+        )
+        if run.resume_from is not None:
+            restore(replica, run.resume_from)
         status.enter("waiting for its turn to warm up")
         with execution.WARM_UP_LOCK:
             run.control.check()
@@ -44,12 +50,28 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
             other.wait()
         if number == 0:
             run.progress.phase = "training"
-            run.log(f"Training {run.steps} steps of {run.rows_per_step} rows")
-            offer_snapshot(run, replica, 0)
+            begin(run, replica, status)
         train(run, replica, status)
     if run.stopped:
         run.batches.close()
     run.features[number].close()
+
+
+def begin(run: Run, replica: Replica, status: ThreadStatus) -> None:
+    """What the leading replica does before the first step: the evaluation that is still owed.
+
+    Of a new run, that before training. Of a resumed one, that of its checkpoint: a kill may have cut it off.
+    """
+    left = run.steps - run.first_step
+    run.log(f"Training {left} steps of {run.rows_per_step} rows" if left else "No step is left to train")
+    if run.resume_from is None:
+        if run.init_from is not None and run.evaluates(0) and run.checkpoints.keeps_best:
+            status.enter("saving")
+            save(run, replica, 0, last=False, awaited=True)
+        offer_snapshot(run, replica, 0)
+    elif run.evaluates(run.first_step) and run.checkpoints.tau(run.first_step) is None:
+        run.checkpoints.expect(run.first_step)
+        offer_snapshot(run, replica, run.first_step)
 
 
 def warm_up(run: Run, replica: Replica) -> None:
@@ -87,12 +109,12 @@ def warm_up(run: Run, replica: Replica) -> None:
 
 def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
     """All steps of one replica."""
-    clock = StepClock()
+    clock = StepClock(run.first_step, run.progress.tokens)
     graphs = execution.compiled_graphs()
-    reported = 0
+    reported = run.first_step
     leads = replica.number == 0
-    began = time.monotonic()
-    for step in range(run.steps):
+    began = time.monotonic() - run.training_s
+    for step in range(run.first_step, run.steps):
         rows, weight = run_rows(run, replica, status, step)
         run.trained.extend((step + 1, batch) for batch, _ in rows)
         started = time.perf_counter()
@@ -105,7 +127,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
                 weight,
                 stop=run.control.stop.is_set(),
                 checkpoint=leads and run.control.checkpoint.is_set(),
-                report=leads and (clock.due() or step in (0, run.steps - 1)),
+                report=leads and (clock.due() or step in (run.first_step, run.steps - 1)),
             ),
         )
         status.enter("step", step=step)
@@ -129,13 +151,14 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
                     run.events.write("request", request=request, step=done)
         last = agreed.stop or done == run.steps
         every = run.job.checkpoint_every
-        if leads and (last or agreed.checkpoint or (every and done % every == 0)):
+        evaluates = leads and run.evaluates(done) and not agreed.stop and evaluator_takes(run, done)
+        due = last or agreed.checkpoint or (bool(every) and done % every == 0)
+        if leads and (due or (evaluates and run.checkpoints.keeps_best)):
             status.enter("saving")
             run.control.checkpoint.clear()
-            save(run, replica, done)
-        every = run.job.eval_every
-        due = done == run.steps or (every and done % every == 0)
-        if leads and not agreed.stop and due and evaluator_takes(run, done):
+            save(run, replica, done, last=last, awaited=evaluates)
+        if leads and evaluates:
+            run.watch.mark(done)
             offer_snapshot(run, replica, done)
         if agreed.stop and done != run.steps:
             run.stopped = True
@@ -182,6 +205,7 @@ def report(
     if run.first_loss is None:
         run.first_loss = reading.loss
     run.last_loss = reading.loss
+    run.watch.read(reading.tau_estimate, steps)
     run.progress.read(reading, steps)
     rates = clock.report(run.step, run.steps, run.progress.tokens)
     batch = rows[-1][0] if rows else None
@@ -221,30 +245,6 @@ def count_recompiles(run: Run, replica: Replica, graphs: int) -> None:
         run.progress.update(recompiles=more)
         run.events.write("recompile", replica=replica.number, reason=f"{more} graphs compiled after warm-up")
         run.log(f"step {run.step}: recompiled after warm-up ({more} graphs so far)")
-
-
-def save(run: Run, replica: Replica, step: int) -> None:
-    """Write a checkpoint of `step`."""
-    start = time.perf_counter()
-    path = checkpoint.save(
-        run.run_dir,
-        step,
-        config=run.config,
-        weights=replica.weights.named(replica.weights.values),
-        training=replica.optimizer.state(),
-        position={"step": step, "sequence": step * run.rows_per_step, "seed": run.job.seed},
-        keep=run.job.checkpoint_keep,
-    )
-    run.saved = path
-    run.progress.update(checkpoint={"step": step, "t": round(time.time(), 3)})
-    run.events.write(
-        "checkpoint",
-        step=step,
-        path=str(path.relative_to(run.run_dir)),
-        bytes=checkpoint.size_of(path),
-        seconds=round(time.perf_counter() - start, 3),
-    )
-    run.log(f"Checkpoint {path.relative_to(run.run_dir)} ({checkpoint.size_of(path) / 2**20:.0f} MiB)")
 
 
 def _shown(value: float | None, places: int) -> str:

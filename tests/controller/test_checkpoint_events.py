@@ -24,8 +24,8 @@ NOW = 1_700_000_000.0
         (
             {"kind": "alarm", "reason": "leak_or_misalignment", "step": 9, "tau": 1.25, "tau_estimate": 3.5},
             Level.BAD,
-            "alarm at step 9: training promises tau 3.50, decoding keeps 1.25; a leaking mask, shifted features,"
-            " or learned by heart",
+            "alarm at step 9: training promises tau 3.50, decoding keeps 1.25; a leaking mask, shifted"
+            " features, or learned by heart",
         ),
         (
             {"kind": "alarm", "reason": "not_lossless", "step": 9, "detail": "prompt 3: token 5"},

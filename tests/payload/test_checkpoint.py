@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import Qwen3Config
 
 from remote_payload import rundir
 from remote_payload.train import checkpoint
+from remote_payload.train.checkpoint import SaveError
 from remote_payload.train.drafter import Drafter, DrafterConfig, initialise, rope_theta
 from tests.payload.test_drafter import CONFIG
 
@@ -28,8 +30,7 @@ def save(run_dir: Path, step: int, **changes: Any) -> Path:
         "config": CONFIG,
         "weights": weights_of(),
         "training": {"masters": torch.arange(5.0)},
-        "position": {"step": step, "sequence": 2 * step, "seed": 0},
-        "keep": 2,
+        "record": {"step": step, "sequence": 2 * step, "seed": 0},
         **changes,
     }
     return checkpoint.save(run_dir, step, **values)
@@ -40,6 +41,7 @@ def test_a_checkpoint_holds_weights_config_and_training_state(tmp_path: Path) ->
     assert path == tmp_path / "checkpoints" / "step-7"
     assert sorted(p.name for p in path.iterdir()) == [
         "config.json",
+        "manifest.json",
         "model.safetensors",
         "training.json",
         "training.safetensors",
@@ -92,13 +94,6 @@ def test_transformers_reads_the_config_back_with_the_same_sizes(tmp_path: Path) 
     assert rope_theta(read) == 5000.0 and read.tie_word_embeddings is False
 
 
-def test_only_the_newest_are_kept_and_they_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    for step in (5, 9, 10, 100):
-        save(tmp_path, step)
-    assert checkpoint.steps(tmp_path) == [10, 100]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-100"]
-
-
 def test_a_step_saved_twice_holds_the_newer_state(tmp_path: Path) -> None:
     save(tmp_path, 5)
     path = save(tmp_path, 5, training={"masters": torch.ones(3)})
@@ -107,7 +102,7 @@ def test_a_step_saved_twice_holds_the_newer_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["save_file", "write_whole", "_sync"])
-def test_a_save_that_fails_leaves_no_checkpoint_and_the_older_ones_whole(
+def test_a_save_that_fails_says_why_and_leaves_no_checkpoint_and_the_older_ones_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     save(tmp_path, 5)
@@ -116,13 +111,62 @@ def test_a_save_that_fails_leaves_no_checkpoint_and_the_older_ones_whole(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(rundir if at == "write_whole" else checkpoint, at, full)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 6)
-    assert checkpoint.steps(tmp_path) == [5]
+    for step in (5, 6):
+        with pytest.raises(SaveError, match="No space left"):
+            save(tmp_path, step)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-5"]
+    assert checkpoint.damage(checkpoint.folder_of(tmp_path, 5)) is None
     monkeypatch.undo()
     save(tmp_path, 6)
     assert checkpoint.steps(tmp_path) == [5, 6]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-5", "step-6"]
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=1 << 40, used=0, free=5 << 20)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
+    written: list[object] = []
+    monkeypatch.setattr(checkpoint, "_write", lambda *given: written.append(given))
+    with pytest.raises(SaveError, match=r"needs 16 MiB and .*checkpoints has 5 MiB free; .*checkpoint_keep"):
+        save(tmp_path, 1, training={"masters": torch.zeros(3 << 20)})
+    assert not written and checkpoint.steps(tmp_path) == []
+
+
+def test_what_is_not_as_it_was_written_is_found_by_its_name(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    assert checkpoint.damage(path) is None
+    for name in ("model.safetensors", "training.safetensors", "config.json", "training.json"):
+        file = path / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1])
+        assert checkpoint.damage(path) == f"{name} has {len(whole) - 1} bytes of {len(whole)}"
+        file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        assert checkpoint.damage(path) == f"{name} is not what was written (its sha256 differs)"
+        file.unlink()
+        assert checkpoint.damage(path) == f"{name}: No such file or directory"
+        file.write_bytes(whole)
+        assert checkpoint.damage(path) is None
+    for text in ("", "{}", '{"files": {"config.json": {}}}', '{"files": []}'):
+        (path / "manifest.json").write_text(text)
+        assert checkpoint.damage(path) == "no usable manifest.json"
+
+
+def test_what_a_killed_trainer_left_half_is_no_checkpoint_and_is_swept(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    for name in (".step-8.123", ".step-2.removed"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.steps(tmp_path) == [4]
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
+
+
+def test_numbers_that_are_not_finite_do_not_make_the_record_unreadable(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, record={"loss_last": float("nan"), "step": 1})
+    text = (path / "training.json").read_text()
+    assert "NaN" not in text and checkpoint.read_record(path)["loss_last"] is None
 
 
 def test_other_files_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:

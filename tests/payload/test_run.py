@@ -24,7 +24,7 @@ def test_a_run_by_its_real_command_trains_evaluates_and_leaves_a_complete_record
     assert end["loss_last"] < end["loss_first"] and end["tau_before"] >= 1 and end["tau_after"] >= 1
     assert end["checkpoint"] == "checkpoints/step-12" and end["execution"] == "eager" and end["error"] is None
     names = sorted(path.name for path in (trial.run_dir / rundir.CHECKPOINTS).iterdir())
-    assert names == ["step-10", "step-12"]
+    assert names == ["index.json", "step-10", "step-12"]
     for kind in ("dataset", "bucket", "target", "compile", "ready", "start", "step", "eval", "end"):
         assert trial.events(kind), kind
     assert [event["step"] for event in trial.events("checkpoint")] == [5, 10, 12]

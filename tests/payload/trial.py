@@ -44,11 +44,12 @@ class Trial:
     def write_job(self, text: str) -> None:
         (self.run_dir / rundir.JOB).write_text(text)
 
-    def command(self, **environment: str) -> int:
-        """Run `python remote_payload train RUN_DIR 1` to its end; its exit code."""
+    def command(self, attempt: int = 1, **environment: str) -> int:
+        """Run `python remote_payload train RUN_DIR ATTEMPT` to its end; its exit code."""
         with (self.run_dir / rundir.TRAIN_LOG).open("ab") as log:
+            folder = str(Path(remote_payload.__file__).parent)
             return subprocess.run(
-                [sys.executable, str(Path(remote_payload.__file__).parent), "train", str(self.run_dir), "1"],
+                [sys.executable, folder, "train", str(self.run_dir), str(attempt)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -57,13 +58,13 @@ class Trial:
                 check=False,
             ).returncode
 
-    def start(self, fault: Fault | None = None) -> None:
+    def start(self, fault: Fault | None = None, attempt: int = 1) -> None:
         """Fork the trainer from the server and let it run."""
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(
             ["remote_payload.train.main", "transformers.models.qwen3.modeling_qwen3", "tests.payload.trial"]
         )
-        self._process = server.Process(target=_train, args=(self.run_dir, fault))
+        self._process = server.Process(target=_train, args=(self.run_dir, fault, attempt))
         self._process.start()
 
     def finish(self) -> int:
@@ -75,9 +76,9 @@ class Trial:
             raise AssertionError(f"the run did not end:\n{self.log}")
         return int(self._process.exitcode)
 
-    def fork(self, fault: Fault | None = None) -> int:
+    def fork(self, fault: Fault | None = None, attempt: int = 1) -> int:
         """Start and finish."""
-        self.start(fault)
+        self.start(fault, attempt)
         return self.finish()
 
     def signal(self, number: int) -> None:
@@ -126,7 +127,7 @@ class Trial:
         return load_file(self.run_dir / rundir.CHECKPOINTS / f"step-{step}" / f"{file}.safetensors")
 
 
-def _train(run_dir: Path, fault: Fault | None) -> None:
+def _train(run_dir: Path, fault: Fault | None, attempt: int) -> None:
     """In the child: the trainer as `__main__` starts it, its output in `train.log`."""
     log = os.open(run_dir / rundir.TRAIN_LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
@@ -137,4 +138,4 @@ def _train(run_dir: Path, fault: Fault | None) -> None:
 
     if fault:
         fault()
-    sys.exit(main(run_dir, 1))
+    sys.exit(main(run_dir, attempt))
