@@ -138,7 +138,8 @@ class Target:
             self._tapped_part(input_ids=ids, use_cache=False)
             return self.tapped()
         output = self.model.get_decoder()(input_ids=ids, use_cache=False)
-        return torch.cat([self.tapped(), output[0] if isinstance(output, tuple) else output.last_hidden_state], -1)
+        last = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        return torch.cat([self.tapped(), last], -1)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: Any, last: int = 0) -> Tensor:
@@ -195,8 +196,8 @@ class Target:
         if not apart < 0.02:
             raise JobError(
                 f"target of model_type {self.model_type!r}: its decoder's output is not what its head is"
-                f" given, so objectives that need its distribution cannot have it; use objective = 'ce', 'dpace',"
-                f" 'focal' or 'chain'"
+                f" given, so objectives that need its distribution cannot have it; use objective = 'ce',"
+                f" 'dpace', 'focal' or 'chain'"
             )
 
     def _keep(self, layer: int) -> Any:
