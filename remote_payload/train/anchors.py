@@ -18,23 +18,37 @@ UNIFORM = "uniform"
 Ints = npt.NDArray[np.int64]
 
 
-def eligible_places(supervised: npt.NDArray[np.bool_]) -> Ints:
-    """The supervised tokens whose next token is supervised too: every place a block may begin at, rising."""
-    return np.flatnonzero(supervised[:-1] & supervised[1:])
+def eligible_places(supervised: npt.NDArray[np.bool_], last: npt.NDArray[np.bool_]) -> Ints:
+    """Every token of a row that a block may begin at, rising: supervised, and the next of its document too.
 
-
-def draw_order(places: Ints, key: Sequence[int], choice: str, block_size: int) -> Ints:
-    """Anchors of a document in the order in which slots take them; the caller takes the first few.
-
-    `places` are the eligible ones, `key` is (seed, epoch, sample). `choice` RANDOM draws from all of them;
-    UNIFORM from the beginnings of blocks that do not overlap, every `block_size` tokens from the first of
-    each supervised stretch: the paper's ablation (tau 4.94 against 5.64), not meant for real training.
+    `last` are the last tokens of documents, [tokens].
     """
-    if choice == UNIFORM and len(places):
-        starts = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
-        stretch = np.repeat(places[starts], np.diff(starts, append=len(places)))
-        places = places[(places - stretch) % block_size == 0]
-    return np.random.default_rng(list(key)).permutation(places)
+    return np.flatnonzero(supervised[:-1] & supervised[1:] & ~last[:-1])
+
+
+def candidates(places: Ints, choice: str, block_size: int) -> Ints:
+    """Those of a document's eligible `places` that may be drawn, rising.
+
+    `choice` RANDOM: all of them. UNIFORM: the beginnings of blocks that do not overlap, every `block_size`
+    tokens from the first of each supervised stretch: the paper's ablation (tau 4.94 against 5.64), not meant
+    for real training.
+    """
+    if choice != UNIFORM or not len(places):
+        return places
+    starts = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
+    stretch = np.repeat(places[starts], np.diff(starts, append=len(places)))
+    chosen: Ints = places[(places - stretch) % block_size == 0]
+    return chosen
+
+
+def draw(places: Ints, count: int, key: Sequence[int]) -> Ints:
+    """`count` of a document's candidates `places`, rising; `key` is (seed, epoch, sample).
+
+    A larger count only adds to what a smaller one draws.
+    """
+    if count in (0, len(places)):
+        return places[:count]
+    return np.sort(np.random.default_rng(list(key)).permutation(places)[:count])
 
 
 def share_slots(candidates: Sequence[int], slots: int) -> list[int]:

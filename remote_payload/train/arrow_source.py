@@ -2,8 +2,9 @@
 
 A path is a folder that Hugging Face's `save_to_disk` wrote (its `state.json` names the shards in order), a
 folder of Arrow files (by name), one Arrow IPC file or stream, or Parquet (a file or a folder). Parquet, and
-Arrow whose buffers are compressed, cannot be read in place: `converted.py` writes them once into the
-workspace's cache, and what it wrote is mapped instead.
+Arrow whose buffers are compressed, cannot be read in place, and Arrow in very many small record batches (a
+writer that wrote each sample by itself) costs as much memory as it saves: `converted.py` writes them once
+into the workspace's cache, and what it wrote is mapped instead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ PARQUET_MAGIC = b"PAR1"
 ARROW_ENDINGS = (".arrow", ".ipc", ".feather")
 PARQUET_ENDINGS = (".parquet", ".parq")
 
+MANY_BATCHES = 20_000
+FEW_ROWS = 100
+"""More record batches of fewer rows on average than these are not mapped: each costs 10 kB and 50 us."""
+
 Log = Callable[[str], None]
 
 
@@ -46,9 +51,9 @@ class Shard:
         try:
             self.schema: pa.Schema = self._reader().schema
             self.columns: list[str] = self.schema.names  # decodes them
-            first = next(self._read(), None)
-            self.compressed = first is not None and not self._maps(first)
-            self.batches = [] if self.compressed else list(self._read())
+            self.batches: list[pa.RecordBatch] = []
+            self.obstacle = self._map()
+            """Why the file should not be read in place, in a word or two; None where all of it is mapped."""
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(
                 f"{path}: is no complete Arrow IPC file or stream ({error}); write it again"
@@ -81,6 +86,18 @@ class Shard:
             batch.validate()  # that every buffer is as long as its column says; costs nothing
             if batch.num_rows:
                 yield batch
+
+    def _map(self) -> str | None:
+        """Fill `batches`, as far as there is no obstacle; what it is."""
+        rows = 0
+        for batch in self._read():
+            self.batches.append(batch)
+            rows += batch.num_rows
+            if len(self.batches) == 1 and not self._maps(batch):
+                return "compressed"
+            if len(self.batches) > MANY_BATCHES and rows < FEW_ROWS * len(self.batches):
+                return "in small record batches"
+        return None
 
     def _maps(self, batch: pa.RecordBatch) -> bool:
         """Whether the buffers of `batch` lie in the mapped file, as those of compressed ones do not."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from remote_payload.train.anchors import RANDOM, draw_order, eligible_places, share_slots
+from remote_payload.train.anchors import RANDOM, candidates, draw, eligible_places, share_slots
 from remote_payload.train.buckets import EpochPlan, epochs_from
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.unusable import Findings, Skipped
@@ -105,16 +105,6 @@ class Batch:
         return 1.0 - self.tokens / self.ids.numel()
 
 
-@dataclasses.dataclass(slots=True)
-class _Document:
-    ids: Ints
-    supervised: npt.NDArray[np.bool_]
-    places: int
-    """Eligible anchor places."""
-    anchors: Ints
-    """In the order in which slots take them."""
-
-
 class BatchMaker:
     """Makes batches out of sample numbers; used by one thread."""
 
@@ -166,64 +156,70 @@ class BatchMaker:
 
     def make(self, samples: Ints, bucket: int, epoch: int, sequence: int) -> Batch:
         """The batch of `samples`. A sample that cannot be used keeps its place and gets no anchor."""
-        documents = [self._document(int(sample), epoch) for sample in samples]
         shape = self._shape
-        lengths = [len(document.ids) for document in documents]
-        padded = np.full((len(documents), max(lengths)), self._pad_id, np.int64)
-        for i, document in enumerate(documents):
-            padded[i, : lengths[i]] = document.ids
-        shares = share_slots([len(document.anchors) for document in documents], shape.anchors)
-        row = empty_row(shape)
-        label_weights = shape.block_weights
-        start = slot = 0
-        for document, share in zip(documents, shares, strict=True):
-            ids = document.ids
-            row.positions[start : start + len(ids)] = torch.arange(len(ids))
-            if share:
-                chosen = np.sort(document.anchors[:share])
-                where = slice(slot, slot + share)
-                labels, valid = _labels(ids, document.supervised, chosen, shape.block_size)
-                row.starts[where] = start
-                row.anchors[where] = torch.from_numpy(chosen + start)
-                row.block_tokens[where, 0] = torch.from_numpy(ids[chosen])
-                row.block_positions[where] += torch.from_numpy(chosen)[:, None]
-                row.labels[where] = torch.from_numpy(labels)
-                row.weights[where] = torch.from_numpy(valid * label_weights)
-                slot += share
-            start += len(ids)
+        numbers = [int(sample) for sample in samples]
+        documents = [self._document(sample, epoch) for sample in numbers]
+        ids = np.concatenate([ids for ids, _ in documents], dtype=np.int64)
+        supervised = np.concatenate([supervised for _, supervised in documents])
+        lengths = np.asarray([len(ids) for ids, _ in documents])
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        position = np.arange(len(ids)) - np.repeat(starts, lengths)
+
+        last = np.zeros(len(ids), np.bool_)
+        last[ends - 1] = True  # of its document: what follows is another's
+        places = eligible_places(supervised, last)
+        cuts = np.searchsorted(places, starts)
+        split = np.split(places, cuts[1:])
+        of_document = [candidates(each, shape.anchor_choice, shape.block_size) for each in split]
+        shares = share_slots([len(each) for each in of_document], shape.anchors)
+        anchors = np.concatenate(
+            [
+                draw(each, share, (self._seed, epoch, sample))
+                for each, share, sample in zip(of_document, shares, numbers, strict=True)
+            ]
+        )
+        owner = np.repeat(np.arange(len(numbers)), shares)
+        labels, valid = _labels(ids, supervised, anchors, ends[owner], shape.block_size)
+
+        row, used = empty_row(shape), slice(0, len(anchors))
+        row.positions[: len(ids)] = torch.from_numpy(position)
+        row.starts[used] = torch.from_numpy(starts[owner])
+        row.anchors[used] = torch.from_numpy(anchors)
+        row.block_tokens[used, 0] = torch.from_numpy(ids[anchors])
+        row.block_positions[used] += torch.from_numpy(position[anchors])[:, None]
+        row.labels[used] = torch.from_numpy(labels)
+        row.weights[used] = torch.from_numpy(valid * shape.block_weights)
+        padded = np.full((len(numbers), int(lengths.max())), self._pad_id, np.int64)
+        padded[np.arange(padded.shape[1]) < lengths[:, None]] = ids
+        eligible = np.diff(cuts, append=len(places))
         return Batch(
             sequence=sequence,
             epoch=epoch,
             bucket=bucket,
-            samples=[int(sample) for sample in samples],
+            samples=numbers,
             ids=torch.from_numpy(padded),
-            lengths=lengths,
+            lengths=lengths.tolist(),
             row=row,
             weight=float(row.weights.sum(dtype=torch.float64)),
-            supervised=sum(document.places for document in documents),
-            drawn=slot,
-            documents=sum(document.places > 0 for document in documents),
+            supervised=len(places),
+            drawn=len(anchors),
+            documents=int((eligible > 0).sum()),
             covered=sum(share > 0 for share in shares),
         )
 
-    def _document(self, sample: int, epoch: int) -> _Document:
-        findings = self._findings
-        fresh = not findings.known(sample)
+    def _document(self, sample: int, epoch: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_]]:
+        """Ids and what is supervised of `sample`; of one that cannot be used pads, and nothing."""
+        fresh = not self._findings.known(sample)
         if fresh:
-            findings.set(sample, self._dataset.look(sample, self._vocabulary))
-        reason = findings.reason(sample)
-        if reason:
-            if fresh or epoch == 0:
-                self.skipped.add(reason, [sample])
-            length = int(self._dataset.lengths[sample])
-            nothing = np.zeros(0, np.int64)
-            return _Document(np.full(length, self._pad_id, np.int64), np.zeros(length, np.bool_), 0, nothing)
-        ids = self._dataset.ids(sample).astype(np.int64)
-        supervised = self._dataset.supervised(sample)
-        places = eligible_places(supervised)
-        key = (self._seed, epoch, sample)
-        order = draw_order(places, key, self._shape.anchor_choice, self._shape.block_size)
-        return _Document(ids, supervised, len(places), order)
+            self._findings.set(sample, self._dataset.look(sample, self._vocabulary))
+        reason = self._findings.reason(sample)
+        if reason is None:
+            return self._dataset.ids(sample), self._dataset.supervised(sample)
+        if fresh or epoch == 0:
+            self.skipped.add(reason, [sample])
+        length = int(self._dataset.lengths[sample])
+        return np.full(length, self._pad_id, np.int64), np.zeros(length, np.bool_)
 
 
 def empty_row(shape: RowShape) -> Row:
@@ -242,15 +238,15 @@ def empty_row(shape: RowShape) -> Row:
 
 
 def _labels(
-    ids: Ints, supervised: npt.NDArray[np.bool_], anchors: Ints, block_size: int
+    ids: Ints, supervised: npt.NDArray[np.bool_], anchors: Ints, ends: Ints, block_size: int
 ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Labels [anchors, B-1] after each anchor, and which of them carry loss.
+    """Labels [anchors, B-1] after each anchor of a row, and which of them carry loss.
 
-    A block may run past the end of its document or into a prompt; from there on nothing counts, because in
-    serving a block ends there too.
+    A block may run past the end of its document (`ends`, for each anchor) or into a prompt; from there on
+    nothing counts, because in serving a block ends there too.
     """
     index = anchors[:, None] + np.arange(1, block_size)
-    inside = index < len(ids)
+    inside = index < ends[:, None]
     index = np.minimum(index, len(ids) - 1)
     valid = np.logical_and.accumulate(inside & supervised[index], axis=1)
     return np.where(valid, ids[index], 0), valid

@@ -1,8 +1,8 @@
-"""Parquet, and compressed Arrow, written once as plain Arrow into the workspace's cache.
+"""Parquet, and Arrow that is compressed or in tiny pieces, written once as plain Arrow into the workspace.
 
-Neither can be read in place. The copy is named after all that it depends on (path, size, time and row groups
-of each file), so that a changed dataset is converted again and an unchanged one never; it is written beside
-and renamed, and a record batch at a time, so that a dataset larger than memory can be converted.
+None of them can be read well in place. The copy is named after all that it depends on (path, size, time and
+row groups of each file), so that a changed dataset is converted again and an unchanged one never; it is
+written beside and renamed, and a record batch at a time, so that one larger than memory can be converted.
 """
 
 from __future__ import annotations
@@ -80,13 +80,26 @@ def _write(part: Path, files: Sequence[Path]) -> int:
 def _batches(file: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
     try:
         if not is_parquet(file):
-            for batch in Shard(file).stream():
-                yield batch.select(columns)
+            yield from _regrouped(batch.select(columns) for batch in Shard(file).stream())
             return
         with pq.ParquetFile(file, pre_buffer=False) as source:
             yield from source.iter_batches(BATCH_ROWS, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file}: cannot be read ({error}); write it again") from error
+
+
+def _regrouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """`batches` joined to ones of at least BATCH_ROWS rows, but for the last."""
+    held: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        held.append(batch)
+        rows += batch.num_rows
+        if rows >= BATCH_ROWS:
+            yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+            held, rows = [], 0
+    if held:
+        yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
 def _as(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

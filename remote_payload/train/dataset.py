@@ -7,8 +7,10 @@ all files in order, and a sample keeps its number whether it can be used or not.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -48,25 +50,29 @@ class Lists:
 
     offsets: npt.NDArray[np.integer]
     values: pa.Array
+    flat: npt.NDArray[np.generic] | None
+    """The values as they lie there; None where some are null, or booleans, of which each is a bit."""
 
     @classmethod
-    def of(cls, path: Path, column: pa.Array, name: str) -> Lists:
-        """The lists of `column`. Raises DataError when its offsets point outside its values."""
-        offsets = column.offsets.to_numpy()
+    def of(cls, column: pa.Array) -> Lists:
+        """The lists of `column`."""
         values = column.values
-        if offsets[0] < 0 or offsets[-1] > len(values) or np.any(offsets[1:] < offsets[:-1]):
-            raise DataError(f"{path}: column {name}: its offsets are corrupt; write the file again")
-        return cls(offsets, values)
+        plain = not values.null_count and not pa.types.is_boolean(values.type)
+        return cls(column.offsets.to_numpy(), values, values.to_numpy() if plain else None)
 
-    @property
-    def lengths(self) -> Ints:
-        """Values of each row, [rows]."""
-        return np.diff(self.offsets).astype(np.int64)
-
-    def row(self, row: int) -> pa.Array:
-        """The values of `row`."""
+    def row(self, row: int) -> npt.NDArray[np.generic]:
+        """The values of `row`: integers as they are, booleans as 0 and 1, -1 for a null."""
         begin, end = int(self.offsets[row]), int(self.offsets[row + 1])
-        return self.values.slice(begin, end - begin)
+        if self.flat is not None:
+            return self.flat[begin:end]
+        values = self.values.slice(begin, end - begin).cast(pa.int64(), safe=False)
+        numbers: npt.NDArray[np.generic] = values.fill_null(-1).to_numpy()
+        return numbers
+
+    def has_null(self, row: int) -> bool:
+        """Whether a value of `row` is null."""
+        begin, end = int(self.offsets[row]), int(self.offsets[row + 1])
+        return self.flat is None and bool(self.values.slice(begin, end - begin).null_count)
 
 
 class Dataset:
@@ -84,16 +90,18 @@ class Dataset:
         for shard in shards:
             if (supervision(shard.path, shard.schema) == PROMPT_LENGTH) != self.by_prompt_length:
                 raise DataError(f"{shard.path}: has other columns than {shards[0].path.name}; write it again")
-            parts += [self._index(shard.path, batch) for batch in shard.batches]
+            if shard.batches:
+                parts.append(self._index(shard))
             shard.forget()
-        lengths, answers, nulls = zip(*parts, strict=True) if parts else ([], [], [])
         if not parts:
             raise DataError(f"{path}: holds no samples; write some, e.g. with remote_payload.tools.prepare")
+        lengths, answers, nulls = zip(*parts, strict=True)
         self.lengths: Ints = np.concatenate(lengths)
         """Tokens of each sample, [samples]."""
         self._answers: Ints = np.concatenate(answers)
         self._null: Bools = np.concatenate(nulls)
-        self._first = np.cumsum([0] + [len(part) for part in lengths])
+        rows = (batch.num_rows for shard in shards for batch in shard.batches)
+        self._first = [0, *itertools.accumulate(rows)]
 
     @classmethod
     def open(cls, path: Path, cache: Path | None = None, log: Log = _quiet) -> Dataset:
@@ -125,7 +133,8 @@ class Dataset:
 
     def ids(self, sample: int) -> npt.NDArray[np.generic]:
         """Token ids of `sample`, a view of the memory map, [tokens]; -1 where one is null."""
-        return _numbers(self._list(self._ids, sample))
+        chunk, row = self._place(sample)
+        return self._ids[chunk].row(row)
 
     def supervised(self, sample: int) -> Bools:
         """Which tokens of `sample` the target wrote and the drafter learns from, [tokens].
@@ -138,7 +147,8 @@ class Dataset:
         if self.by_prompt_length:
             supervised: Bools = np.arange(length) >= length - self._answers[sample]
             return supervised
-        mask = _numbers(self._list(self._masks, sample))
+        chunk, row = self._place(sample)
+        mask = self._masks[chunk].row(row)
         return mask == 1 if len(mask) == length else np.zeros(length, np.bool_)
 
     def look(self, sample: int, vocabulary: int) -> str | None:
@@ -146,22 +156,21 @@ class Dataset:
 
         `vocabulary` is the number of ids that exist.
         """
-        ids = self._list(self._ids, sample)
-        if self._null[sample] or ids.null_count:
+        chunk, row = self._place(sample)
+        if self._null[sample] or self._ids[chunk].has_null(row):
             return NULL
-        numbers = _numbers(ids)
-        if not len(numbers):
+        ids = self._ids[chunk].row(row)
+        if not len(ids):
             return EMPTY
-        if numbers.min() < 0 or numbers.max() >= vocabulary:
+        if ids.min() < 0 or ids.max() >= vocabulary:
             return OUTSIDE_VOCABULARY
         if not self.by_prompt_length:
-            mask = self._list(self._masks, sample)
-            if mask.null_count:
+            if self._masks[chunk].has_null(row):
                 return NULL
+            mask = self._masks[chunk].row(row)
             if len(mask) != len(ids):
                 return OTHER_LENGTH
-            values = _numbers(mask)
-            if values.min() < 0 or values.max() > 1:
+            if mask.min() < 0 or mask.max() > 1:
                 return NO_MASK
         supervised = self.supervised(sample)
         return None if bool(np.any(supervised[:-1] & supervised[1:])) else NO_ANSWER
@@ -208,29 +217,26 @@ class Dataset:
             bad |= fresh
         return ~bad
 
-    def _index(self, path: Path, batch: pa.RecordBatch) -> tuple[Ints, Ints, Bools]:
-        """Lengths, supervised lengths (of the answer, or of the mask) and nulls of a record batch, [rows]."""
-        column = batch.column(IDS)
-        ids = Lists.of(path, column, IDS)
-        lengths = ids.lengths
-        null = _nulls(column)
-        if self.by_prompt_length:
-            prompts = batch.column(PROMPT_LENGTH)
-            null = null | _nulls(prompts)
-            known = prompts.fill_null(0) if prompts.null_count else prompts
-            answers = lengths - np.clip(known.to_numpy().astype(np.int64), 0, lengths)
-        else:
-            column = batch.column(LOSS_MASK)
-            masks = Lists.of(path, column, LOSS_MASK)
-            null = null | _nulls(column)
-            answers = masks.lengths
-            self._masks.append(masks)
-        self._ids.append(ids)
-        return lengths, answers, null
+    def _index(self, shard: Shard) -> tuple[Ints, Ints, Bools]:
+        """Lengths, supervised lengths (of the answer, or of the mask) and nulls of a shard, [rows]."""
+        columns = {IDS: self._ids} if self.by_prompt_length else {IDS: self._ids, LOSS_MASK: self._masks}
+        lengths = {}
+        for name, lists in columns.items():
+            found = [Lists.of(batch.column(name)) for batch in shard.batches]
+            lengths[name] = _lengths(shard.path, name, found)
+            lists += found
+        read = (IDS, PROMPT_LENGTH if self.by_prompt_length else LOSS_MASK)
+        null = np.concatenate([_nulls(batch, read) for batch in shard.batches])
+        if not self.by_prompt_length:
+            return lengths[IDS], lengths[LOSS_MASK], null
+        prompts = [batch.column(PROMPT_LENGTH).fill_null(0).to_numpy() for batch in shard.batches]
+        prompt = np.clip(np.concatenate(prompts).astype(np.int64), 0, lengths[IDS])
+        return lengths[IDS], lengths[IDS] - prompt, null
 
-    def _list(self, columns: list[Lists], sample: int) -> pa.Array:
-        chunk = int(np.searchsorted(self._first, sample, side="right")) - 1
-        return columns[chunk].row(sample - int(self._first[chunk]))
+    def _place(self, sample: int) -> tuple[int, int]:
+        """The record batch of `sample`, and its row there."""
+        chunk = bisect.bisect_right(self._first, sample) - 1
+        return chunk, sample - self._first[chunk]
 
 
 def open_shards(path: Path, cache: Path | None = None, log: Log = _quiet) -> list[Shard]:
@@ -238,25 +244,33 @@ def open_shards(path: Path, cache: Path | None = None, log: Log = _quiet) -> lis
     files = data_files(path)
     parquet = any(map(is_parquet, files))
     shards = [] if parquet else [Shard(file) for file in files]
-    if not parquet and not any(shard.compressed for shard in shards):
+    obstacle = "Parquet" if parquet else next((shard.obstacle for shard in shards if shard.obstacle), None)
+    if obstacle is None:
         return shards
     if cache is None:
-        what = "Parquet" if parquet else "compressed"
-        raise DataError(f"{path}: is {what}; expected Arrow that can be memory-mapped (uncompressed)")
+        raise DataError(
+            f"{path}: is {obstacle}; expected Arrow that can be memory-mapped: uncompressed, in record"
+            f" batches of a thousand rows or so"
+        )
     return [Shard(converted(path, files, cache, log))]
 
 
-def _nulls(column: pa.Array) -> Bools:
-    if not column.null_count:
-        return np.zeros(len(column), np.bool_)
-    return np.asarray(column.is_null().to_numpy(zero_copy_only=False), np.bool_)
+def _lengths(path: Path, name: str, lists: Sequence[Lists]) -> Ints:
+    """Values of each row of all `lists`, [rows]. Raises DataError when offsets point outside their values."""
+    offsets = np.concatenate([each.offsets for each in lists]).astype(np.int64)
+    ends = np.cumsum([len(each.offsets) for each in lists])
+    lengths = np.delete(np.diff(offsets), ends[:-1] - 1)  # what lies between two record batches is no row
+    outside = offsets[ends - 1] > [len(each.values) for each in lists]
+    if lengths.min() < 0 or offsets[ends - [len(each.offsets) for each in lists]].min() < 0 or outside.any():
+        raise DataError(f"{path}: column {name}: its offsets are corrupt; write the file again")
+    return lengths
 
 
-def _numbers(values: pa.Array) -> npt.NDArray[np.generic]:
-    """Integers as they are (booleans as 0 and 1), -1 for a null."""
-    if pa.types.is_boolean(values.type):
-        values = values.cast(pa.int8())
-    if values.null_count:
-        values = values.cast(pa.int64(), safe=False).fill_null(-1)
-    numbers: npt.NDArray[np.generic] = values.to_numpy()
-    return numbers
+def _nulls(batch: pa.RecordBatch, names: Sequence[str]) -> Bools:
+    """Which rows of `batch` are null in one of the columns `names`, [rows]."""
+    null = np.zeros(batch.num_rows, np.bool_)
+    for name in names:
+        column = batch.column(name)
+        if column.null_count:
+            null |= column.is_null().to_numpy(zero_copy_only=False)
+    return null

@@ -8,6 +8,7 @@ run directory, so that a later attempt of the run counts the same samples as an 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +59,11 @@ class Skipped:
 
 
 class Findings:
-    """What looking at each sample's content found: nothing yet, usable, or one of REASONS."""
+    """What looking at each sample's content found: nothing yet, usable, or one of REASONS.
+
+    The file is written through a memory map: it need not reach the disk at once, since what is lost is looked
+    at again.
+    """
 
     _UNKNOWN, _USABLE = 0, 1
 
@@ -68,8 +73,7 @@ class Findings:
         if path is None:
             self._codes = np.zeros(samples, np.uint8)
         else:
-            kept = path.exists() and path.stat().st_size == samples
-            self._codes = np.memmap(path, np.uint8, "r+" if kept else "w+", shape=(samples,))
+            self._codes = np.memmap(_allocated(path, samples), np.uint8, "r+", shape=(samples,))
 
     def known(self, sample: int) -> bool:
         """Whether `sample` was looked at."""
@@ -87,3 +91,19 @@ class Findings:
     def unusable(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Those of `samples`, in their order, that were looked at and found unusable."""
         return samples[self._codes[samples] > self._USABLE]
+
+
+def _allocated(path: Path, size: int) -> Path:
+    """`path` with `size` bytes that are its own on the disk; a file of another size starts anew, with zeros.
+
+    Raises DataError when the disk is full: a page of a hole, written later, would end the process by SIGBUS.
+    """
+    try:
+        if not path.exists() or path.stat().st_size != size:
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror}); make room for a run directory"
+        ) from error
+    return path

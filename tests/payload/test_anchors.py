@@ -9,30 +9,43 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from remote_payload.train.anchors import RANDOM, UNIFORM, draw_order, eligible_places, share_slots
+from remote_payload.train.anchors import RANDOM, UNIFORM, candidates, draw, eligible_places, share_slots
 
 masks = st.lists(st.booleans(), min_size=1, max_size=60).map(np.asarray)
 counts = st.lists(st.integers(0, 60), min_size=1, max_size=12)
 
 
-@given(masks)
-def test_eligible_are_all_supervised_tokens_whose_next_is_supervised(supervised: np.ndarray) -> None:
+def places_of(supervised: np.ndarray, *ends: int) -> np.ndarray:
+    """Eligible places of a row whose documents end before `ends`; without any it is one document."""
+    last = np.zeros(len(supervised), np.bool_)
+    last[[end - 1 for end in ends or (len(supervised),)]] = True
+    return eligible_places(supervised, last)
+
+
+@given(masks, st.data())
+def test_eligible_are_supervised_tokens_whose_next_is_supervised_and_of_their_own_document(
+    supervised: np.ndarray, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.sets(st.integers(1, len(supervised))))
+    ends = sorted(cuts | {len(supervised)})
     pairs = enumerate(itertools.pairwise(supervised.tolist()))
-    assert eligible_places(supervised).tolist() == [place for place, (this, after) in pairs if this and after]
+    assert places_of(supervised, *ends).tolist() == [
+        place for place, (this, after) in pairs if this and after and place + 1 not in ends
+    ]
 
 
 @given(masks, st.integers(0, 2**31))
-def test_random_anchors_are_all_eligible_places_each_once(supervised: np.ndarray, seed: int) -> None:
-    places = eligible_places(supervised)
-    assert sorted(draw_order(places, (seed, 0, 3), RANDOM, 4)) == places.tolist()
+def test_random_anchors_may_be_any_eligible_place(supervised: np.ndarray, seed: int) -> None:
+    places = places_of(supervised)
+    assert candidates(places, RANDOM, 4).tolist() == places.tolist()
 
 
 @settings(max_examples=200)
-@given(masks, st.integers(2, 9), st.integers(0, 2**31))
-@example(np.asarray([True] * 9), 4, 0)
-@example(np.asarray([True] * 5 + [False] + [True] * 6), 3, 0)
+@given(masks, st.integers(2, 9))
+@example(np.asarray([True] * 9), 4)
+@example(np.asarray([True] * 5 + [False] + [True] * 6), 3)
 def test_uniform_anchors_cut_each_supervised_stretch_into_blocks_that_do_not_overlap(
-    supervised: np.ndarray, block: int, seed: int
+    supervised: np.ndarray, block: int
 ) -> None:
     expected = []
     place = 0
@@ -41,25 +54,36 @@ def test_uniform_anchors_cut_each_supervised_stretch_into_blocks_that_do_not_ove
         # The last token of a stretch predicts nothing, so no block begins there.
         expected += [place + k for k in range(0, length - 1, block)] if value else []
         place += length
-    places = eligible_places(supervised)
-    assert sorted(draw_order(places, (seed, 1, 2), UNIFORM, block)) == expected
+    assert candidates(places_of(supervised), UNIFORM, block).tolist() == expected
 
 
-def test_the_order_of_anchors_is_a_function_of_seed_epoch_and_sample_alone() -> None:
+@given(st.integers(0, 60), st.integers(0, 2**31), st.data())
+def test_a_draw_is_so_many_different_places_in_order_and_more_of_them_only_add(
+    size: int, seed: int, data: st.DataObject
+) -> None:
+    places = np.arange(7, 7 + size)
+    fewer = data.draw(st.integers(0, size))
+    more = data.draw(st.integers(fewer, size))
+    drawn = [draw(places, count, (seed, 1, 2)).tolist() for count in (fewer, more)]
+    assert [len(each) for each in drawn] == [fewer, more]
+    assert all(each == sorted(set(each)) for each in drawn)
+    assert set(drawn[0]) <= set(drawn[1]) <= set(places.tolist())
+
+
+def test_what_is_drawn_is_a_function_of_seed_epoch_and_sample_alone() -> None:
     places = np.arange(40)
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    for choice in (RANDOM, UNIFORM):
-        orders = [draw_order(places, key, choice, 2).tolist() for key in keys]
-        draw_order(places, (9, 9, 9), choice, 2)
-        assert orders == [draw_order(places, key, choice, 2).tolist() for key in keys]
-        assert len({tuple(order) for order in orders}) == 4
+    drawn = [draw(places, 20, key).tolist() for key in keys]
+    draw(places, 20, (9, 9, 9))
+    assert drawn == [draw(places, 20, key).tolist() for key in keys]
+    assert len({tuple(each) for each in drawn}) == 4
 
 
 def test_every_eligible_place_is_as_likely_as_any_other() -> None:
     places, taken, epochs = np.arange(5, 36), 6, 3000
     count = np.zeros(31)
     for epoch in range(epochs):
-        count[draw_order(places, (0, epoch, 7), RANDOM, 4)[:taken] - 5] += 1
+        count[draw(places, taken, (0, epoch, 7)) - 5] += 1
     share = taken / 31
     deviation = math.sqrt(epochs * share * (1 - share))
     assert np.all(np.abs(count - epochs * share) < 4.5 * deviation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan, bucket_of, epochs_from, plan_epoch
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.unusable import Findings, Skipped
+from remote_payload.train.unusable import DataError, Findings, Skipped
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 SHAPE = RowShape(token_budget=128, anchors=16, block_size=4, mask_token_id=MASK, gamma=4.0)
@@ -116,6 +117,19 @@ def test_findings_of_another_dataset_size_are_not_used(tmp_path: Path) -> None:
     Findings(3, file).set(1, None)
     assert Findings(3, file).known(1)
     assert not any(Findings(4, file).known(sample) for sample in range(4))
+
+
+def test_a_full_disk_refuses_the_file_of_findings_before_anything_is_written_through_a_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    Findings(9, tmp_path / "good.seen")
+    assert (tmp_path / "good.seen").stat().st_blocks > 0  # no hole, whose first write could fail
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"samples\.seen: cannot be written \(No space left on device\)"):
+        Findings(9, tmp_path / "samples.seen")
 
 
 def test_starting_late_touches_no_sample_of_the_batches_before(

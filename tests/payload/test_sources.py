@@ -15,6 +15,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
+from remote_payload.train import arrow_source
 from remote_payload.train import converted as conversion
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.unusable import DataError
@@ -249,6 +250,22 @@ def test_files_of_several_integer_types_are_converted_to_the_widest(
         pq.write_table(table, folder / f"{number}.parquet")
     dataset = Dataset.open(folder, tmp_path / "cache")
     assert [dataset.ids(sample).tolist() for sample in range(2)] == [[1, most[0]], [1, most[1]]]
+
+
+def test_arrow_of_one_sample_a_record_batch_is_rewritten_once_where_there_are_very_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = write_ipc(tmp_path / "a.arrow", table_of(), rows=1), tmp_path / "cache"
+    assert len(Dataset.open(path, cache)) == 23 and not cache.exists()  # 23 are not many
+    monkeypatch.setattr(arrow_source, "MANY_BATCHES", 20)
+    monkeypatch.setattr(conversion, "BATCH_ROWS", 10)
+    dataset = Dataset.open(path, cache)
+    assert [dataset.ids(sample).tolist() for sample in range(23)] == SAMPLES
+    (copy,) = cache.iterdir()
+    with pa.memory_map(str(copy)) as file:
+        reader = pa.ipc.open_file(file)
+        assert [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)] == [10, 10, 3]
+    assert "is in small record batches" in refused(path)
 
 
 # What is refused
