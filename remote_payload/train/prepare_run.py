@@ -119,7 +119,7 @@ def prepare(
         vocabulary=text.vocab_size,
         pad_id=0,
         skipped=skipped,
-        findings=Findings(len(dataset), run_dir / FINDINGS.format(contract["dataset.fingerprint"])),
+        findings=Findings(len(dataset), run_dir / FINDINGS.format(dataset.fingerprint)),
     )
     run = Run(
         job=job,

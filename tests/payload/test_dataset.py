@@ -274,3 +274,20 @@ def test_many_small_record_batches_and_empty_ones_are_numbered_through(tmp_path:
             writer.write_batch(nothing[0])
     dataset = Dataset.open(path)
     assert [dataset.ids(sample).tolist() for sample in range(60)] == samples
+
+
+def test_a_fingerprint_changes_with_any_length_and_not_with_how_the_samples_are_stored(
+    tmp_path: Path,
+) -> None:
+    samples, prompts = random_samples(9)
+    whole = table_of(samples, pa.list_(pa.int32()), prompt_length=pa.array(prompts))
+    wide = table_of(samples, pa.large_list(pa.int64()), prompt_length=pa.array(prompts))
+    shorter = table_of(
+        [*samples[:-1], samples[-1][:-1]], pa.list_(pa.int32()), prompt_length=pa.array(prompts)
+    )
+    prompts[3] += 1
+    other = table_of(samples, pa.list_(pa.int32()), prompt_length=pa.array(prompts))
+    marks = []
+    for number, table in enumerate((whole, wide, shorter, other)):
+        marks.append(Dataset.open(write_table(tmp_path / f"{number}.arrow", table)).fingerprint)
+    assert marks[0] == marks[1] and len(set(marks)) == 3
