@@ -101,6 +101,7 @@ for command in (
 app.command("exec", context_settings=places.REST)(places.exec_)
 app.command(context_settings=places.REST)(places.python)
 app.command()(places.gpus)
+app.command()(places.doctor)
 
 
 def main(arguments: list[str] | None = None) -> int:

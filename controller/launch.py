@@ -83,7 +83,8 @@ def prepare(
 ) -> None:
     """Ship the payload, examine the place, and see that the job's GPUs are free (but for the run `own`)."""
     host = place.description
-    shipped = ship(place, payload, ["preflight", place.workspace], progress=progress)
+    question = json.dumps(doctor.question(job, host))
+    shipped = ship(place, payload, ["preflight", place.workspace, question], progress=progress)
     if shipped.new_workspace:
         say(f"{host.name}: made the workspace {place.workspace}")
     size = f"{len(payload.files)} files, {len(payload.tar) / 1024:.0f} KiB"

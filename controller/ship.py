@@ -1,6 +1,6 @@
 """The payload's way into a place: one content-addressed tar, sent once, valid only as a whole.
 
-What is shipped is a list and not luck: the Python files of `remote_payload` and what lies in its `jobs`.
+What is shipped is a list and not luck: the Python files of `remote_payload`, requirements.txt, and its jobs.
 The tar has sorted names and no times or owners, so its sha256 depends on the contents alone and names
 the folder `<workspace>/payloads/<digest>/`. receiver.py, sent along as an argument, verifies the digest,
 unpacks beside, syncs and renames: a folder of that name is complete, whatever broke off.
@@ -105,7 +105,7 @@ def _shipped_files(package: Path) -> list[Path]:
         parts = path.relative_to(package).parts
         if any(part.startswith(".") or part == "__pycache__" for part in parts):
             continue
-        if (path.suffix == ".py" or parts[0] == "jobs") and path.is_file():
+        if (path.suffix == ".py" or parts[0] in ("jobs", "requirements.txt")) and path.is_file():
             chosen.append(path)
     return sorted(chosen, key=lambda path: path.relative_to(package).as_posix())
 

@@ -21,11 +21,13 @@ if not __package__:
 USAGE = 64
 
 
-def _preflight(workspace: str = "") -> int:
+def _preflight(workspace: str = "", question: str = "{}") -> int:
     from remote_payload.preflight import preflight
+    from remote_payload.rundir import decode
 
     # <workspace>/payloads/<digest>/remote_payload
-    _answer(preflight(Path(workspace) if workspace else Path(__file__).resolve().parents[3]))
+    folder = Path(workspace) if workspace else Path(__file__).resolve().parents[3]
+    _answer(preflight(folder, decode(question.encode())))
     return 0
 
 
@@ -141,7 +143,7 @@ def _train(run_dir: str, attempt: str) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
-    "preflight": (_preflight, "[WORKSPACE]"),
+    "preflight": (_preflight, "[WORKSPACE] [QUESTION]"),
     "gpu-use": (_gpu_use, "WORKSPACE"),
     "gpus": (_gpus, "WORKSPACE [SECONDS]"),
     "start": (_start, "WORKSPACE RUN_ID"),

@@ -44,6 +44,15 @@ def read(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> MemoryEvents:
     )
 
 
+def used_gib(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> float | None:
+    """What the container uses now, page cache and all, or None where the kernel does not say."""
+    for folder in _folders(cgroups, proc):
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            if (used := _bytes(folder / name)) is not None:
+                return round(used / 2**30, 3)
+    return None
+
+
 def hint(before: MemoryEvents, after: MemoryEvents) -> str:
     """What the counts say about a process that was killed by SIGKILL between the two readings."""
     if _rose(before.container, after.container):

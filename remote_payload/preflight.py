@@ -12,11 +12,12 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from remote_payload import identity, nvidia_smi
+from remote_payload import checkup, identity, nvidia_smi
 from remote_payload.gpu import COMMAND
 from remote_payload.gpu_use import gpu_use
 from remote_payload.nvidia_smi import NvidiaSmiError
@@ -24,12 +25,14 @@ from remote_payload.nvidia_smi import NvidiaSmiError
 MODULES = ("torch", "transformers", "pyarrow", "safetensors")
 
 
-def preflight(workspace: Path) -> dict[str, Any]:
+def preflight(workspace: Path, question: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """One object: `python`, `executable`, `modules`, `gpus`, `use`, `workspace`, `boot_id`, `t`.
 
     `modules`: version or null by name; `gpus`: a number, or the reason why there is none; `use`: see
-    `gpu_use`; `workspace`: `path`, `free_gib` (null where it cannot be told), `writable`.
+    `gpu_use`; `workspace`: `path`, `free_gib` (null where it cannot be told), `writable`. Beside them
+    `checkup.quick`, which has `question` from here, and with `deep` in it `checkup.deep`.
     """
+    question = question or {}
     existing = next(path for path in (workspace, *workspace.parents) if path.exists())
     with ThreadPoolExecutor(1) as pool:  # each nvidia-smi takes a second or more on some machines
         gpus = pool.submit(count_gpus)
@@ -45,6 +48,8 @@ def preflight(workspace: Path) -> dict[str, Any]:
             "free_gib": _free_gib(existing),
             "writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
         },
+        **checkup.quick(workspace, question),
+        **(checkup.deep(workspace) if question.get("deep") else {}),
         "boot_id": identity.boot_id(),
         "t": round(time.time(), 3),
     }

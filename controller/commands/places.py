@@ -1,4 +1,4 @@
-"""The commands about a place itself: `exec`, `python`, `gpus`."""
+"""The commands about a place itself: `exec`, `python`, `gpus`, `doctor`."""
 
 from __future__ import annotations
 
@@ -128,3 +128,38 @@ def gpus(
     if listed["why"] and not listed["gpus"]:
         say(f"{chosen.name}: no GPU can be used: {listed['why']}")
     return 0
+
+
+def doctor(
+    host: HostOption = None,
+    job: Annotated[
+        str | None, typer.Option("--job", metavar="NAME|FILE", help="Whether this job could run there.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Look whether a place can train: connection, container, venv, GPUs, disk, memory, clock.
+
+    One line each: ok, warning or failure, what was seen, what to do. The exit code is 0 without a failure,
+    the code of what is in the way (66 to 70), or 71 for what a launch would refuse.
+
+    \b
+    dflashctl doctor --host gpubox --job qwen3.toml
+    dflashctl doctor --host gpubox --json | jq '.checks[] | select(.level != "ok")'
+    """
+    from controller import jobs
+    from controller.checkup import look_at, print_report
+
+    chosen = chosen_host(host, kind, container, user, port)
+    checked = None if job is None else jobs.load(job, changes or [])[1]
+    report = look_at(chosen, checked, accept_new_host_key=accept_new_host_key)
+    print(json.dumps(report.to_json()) if as_json else print_report(report))
+    return report.exit_code

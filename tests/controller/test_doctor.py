@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.doctor import OLDEST, examine, require
+from controller.doctor import OLDEST, examine, question, require
 from controller.errors import PayloadEnvironmentError
 from controller.inventory import Host
 from remote_payload.job import Job
@@ -41,13 +41,13 @@ def test_a_good_place_has_no_problem() -> None:
 def test_the_oldest_versions_are_those_that_the_project_declares() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = dict(text.split(">=") for text in project["optional-dependencies"]["payload"])
-    assert {name: declared[name] for name in OLDEST} == OLDEST
-    assert set(OLDEST) == set(MODULES)
+    assert declared == OLDEST
+    assert set(OLDEST) >= set(MODULES)
 
 
 def test_the_real_answer_of_preflight_can_be_judged(tmp_path: Path) -> None:
     assert {check.name for check in examine(preflight(tmp_path), JOB, HOST)} == {
-        "Python", "torch", "transformers", "pyarrow", "safetensors", "GPUs", "workspace",
+        "Python", "torch", "transformers", "pyarrow", "safetensors", "GPUs", "workspace", "memory",
     }  # fmt: skip
 
 
@@ -58,10 +58,7 @@ def test_missing_and_old_packages_fail_in_one_sentence_with_one_command() -> Non
     assert caught.value.message == (
         "box: torch is not installed in /v/bin/python; transformers 5.9.0 is older than 5.17"
     )
-    assert caught.value.hint.startswith(
-        "Install what is missing: ssh root@10.1.2.6 'pct exec 200 -- /v/bin/python -m pip install"
-    )
-    assert len(caught.value.hint.splitlines()) == 1
+    assert caught.value.hint == "Install what is missing: dflashctl setup --host box"
 
 
 def test_a_job_that_names_gpus_needs_them() -> None:
@@ -88,3 +85,117 @@ def test_a_full_disk_is_noticed(free: float, level: str) -> None:
 def test_an_unwritable_workspace_fails() -> None:
     workspace = {"path": "/w", "free_gib": None, "writable": False}
     assert problems(GOOD | {"workspace": workspace}) == [("failure", "the workspace /w cannot be written")]
+
+
+MEMORY = {"limit_gib": 64.0, "used_gib": 3.0, "machine_gib": 256.0}
+NODES = [
+    {"path": f"/dev/{name}", "major": major, "why": None}
+    for name, major in (("nvidia0", 195), ("nvidiactl", 195), ("nvidia-uvm", 511))
+]
+MAJORS = {"nvidia": 195, "nvidia-uvm": 511}
+DEEP: dict[str, Any] = GOOD | {
+    "memory": MEMORY,
+    "shm_gib": 32.0,
+    "nodes": NODES,
+    "majors": MAJORS,
+    "driver": {"kernel": "570.1.2", "library": "570.1.2"},
+    "paths": {"d": {"there": True, "seen": "7.0 MiB"}},
+    "torch": {"version": "2.13.0+cu128", "cuda": "12.8", "devices": 8},
+    "write_mib_s": 900.0,
+    "ports": {"29400": True, "29500": True},
+    "t": 1000.0,
+}
+
+
+def deep(changes: dict[str, Any], config: str = "", received: float = 1000.0) -> list[tuple[str, str, str]]:
+    checks = examine(DEEP | changes, JOB, HOST, received=received, config=config)
+    assert all(check.todo for check in checks if check.level != "ok")
+    return [(check.name, check.level, check.seen) for check in checks if check.level != "ok"]
+
+
+def test_a_place_without_any_trouble_has_a_good_line_for_everything() -> None:
+    assert deep({}) == []
+    names = [check.name for check in examine(DEEP, JOB, HOST, received=1000.0)]
+    assert names[-9:] == [
+        "driver", "device files", "torch's GPUs", "workspace", "write speed",
+        "memory", "path d", "clock", "ports",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level", "text"),
+    [
+        (
+            {"driver": {"kernel": "570.1.2", "library": "550.3"}},
+            "driver",
+            "failure",
+            "the library in the place 550.3",
+        ),
+        ({"driver": {"kernel": "570.1.2", "library": None}}, "driver", "warning", "no libcuda was found"),
+        (
+            {"majors": MAJORS | {"nvidia-uvm": 509}},
+            "device files",
+            "failure",
+            "has major 511, but the kernel gave",
+        ),
+        ({"nodes": NODES[:2]}, "device files", "failure", "/dev/nvidia-uvm is missing"),
+        ({"nodes": []}, "device files", "failure", "/dev has no nvidia*"),
+        (
+            {"nodes": [NODES[0], NODES[2] | {"why": "Operation not permitted"}]},
+            "device files",
+            "failure",
+            "/dev/nvidia-uvm cannot be opened (Operation not permitted)",
+        ),
+        ({"torch": {"error": "ImportError: libcudart"}}, "torch's GPUs", "failure", "ImportError: libcudart"),
+        (
+            {"torch": {"version": "2.13+cpu", "cuda": None, "devices": 0}},
+            "torch's GPUs",
+            "failure",
+            "torch 2.13+cpu sees 0 GPUs, nvidia-smi lists 8; it is built without CUDA",
+        ),
+        (
+            {"torch": {"version": "2.13", "cuda": "12.8", "devices": 7}},
+            "torch's GPUs",
+            "warning",
+            "sees 7 GPUs",
+        ),
+        ({"write_mib_s": 20.0}, "write speed", "warning", "a checkpoint of 5 GiB takes 4 min"),
+        ({"write_mib_s": None}, "write speed", "warning", "could not be measured"),
+        ({"memory": MEMORY | {"limit_gib": 4.0}}, "memory", "warning", "4.0 GiB of the machine's 256"),
+        ({"shm_gib": 0.06}, "/dev/shm", "warning", "only 0.06 GiB"),
+        (
+            {"paths": {"d": {"there": False, "seen": "/w/d is not there"}}},
+            "path d",
+            "failure",
+            "/w/d is not there",
+        ),
+        ({"paths": {"a/b": {"there": None, "seen": "would"}}}, "path a/b", "warning", "would"),
+        ({"t": 940.0}, "clock", "warning", "it is 60 s behind this machine's"),
+        ({"ports": {"29400": False, "29500": True}}, "ports", "warning", "taken: 29400"),
+    ],
+)
+def test_each_trouble_is_one_line_with_what_was_seen_and_what_to_do(
+    changes: dict[str, Any], name: str, level: str, text: str
+) -> None:
+    ((found, grade, seen),) = deep(changes)
+    assert (found, grade) == (name, level)
+    assert text in seen
+
+
+def test_a_containers_rule_for_another_major_of_nvidia_uvm_is_found_in_its_configuration() -> None:
+    old = "lxc.cgroup2.devices.allow: c 195:* rwm\nlxc.cgroup2.devices.allow: c 509:* rwm\n"
+    ((name, level, seen),) = deep({}, config=old)
+    assert (name, level) == ("device files", "failure")
+    assert "majors 195, 509, but nvidia-uvm is 511" in seen
+    assert deep({}, config=old.replace("509", "511")) == []
+
+
+def test_a_launch_leaves_a_missing_path_to_the_trainer_and_warns() -> None:
+    quick = {key: value for key, value in DEEP.items() if key not in ("torch", "write_mib_s", "ports")}
+    quick["paths"] = {"d": {"there": False, "seen": "/w/d is not there"}}
+    assert problems(quick) == [("warning", "/w/d is not there")]
+
+
+def test_a_question_carries_the_jobs_paths_and_no_secret() -> None:
+    host = HOST.model_copy(update={"env": {"HF_HOME": "/hf", "HF_TOKEN": "hf_secret"}})
+    assert question(JOB, host) == {"paths": ["t", "d"], "env": {"HF_HOME": "/hf"}, "deep": False}

@@ -1,0 +1,157 @@
+"""`doctor`: a place looked at from the connection to the clock, one line each; the first wall ends the way.
+
+Everything goes through what a launch uses: the same connection, the same payload, the same preflight, which
+is asked for what takes seconds as well. An error on the way becomes the line that it is about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any, Final
+
+from controller import doctor
+from controller.doctor import Check
+from controller.errors import (
+    AuthenticationError,
+    ContainerError,
+    DflashctlError,
+    HostKeyError,
+    PayloadEnvironmentError,
+    PctError,
+    ShipError,
+)
+from controller.inventory import Host
+from controller.place import Place, open_place
+from controller.ship import pack, ship
+from controller.text import safe_line
+from remote_payload import rundir
+from remote_payload.job import Job
+
+_STEPS: Final = ("reachable", "host key", "login", "pct", "container")
+_LINES: Final[dict[type[DflashctlError], str]] = {
+    HostKeyError: "host key",
+    AuthenticationError: "login",
+    PctError: "pct",
+    ContainerError: "container",
+}
+_HOST_S: Final = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """All lines about one place."""
+
+    host: Host
+    checks: list[Check]
+    error: DflashctlError | None
+    """What ended the way before the place could be looked at."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 without a failure, the code of the error in the way, or 71 for what a launch would refuse."""
+        if self.error is not None:
+            return self.error.exit_code
+        failed = any(check.level == "failure" for check in self.checks)
+        return PayloadEnvironmentError.exit_code if failed else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `doctor --json` prints."""
+        return {
+            "host": self.host.name,
+            "address": self.host.address,
+            "exit_code": self.exit_code,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+        }
+
+
+def look_at(host: Host, job: Job | None, *, accept_new_host_key: bool = False) -> Report:
+    """Examine `host` for `job`. Never raises for what is wrong with the place."""
+    checks: list[Check] = []
+    with open_place(host, accept_new_host_key=accept_new_host_key) as place:
+        try:
+            checks += _way(place)
+            config = _container(place, checks)
+            checks += _inside(place, job, config)
+        except DflashctlError as error:
+            checks += _walled(error, host, {check.name for check in checks})
+            return Report(host, checks, error)
+    return Report(host, checks, None)
+
+
+def _way(place: Place) -> list[Check]:
+    """Into the place and back; raises what is in the way."""
+    begun = time.monotonic()
+    place.run(["true"], timeout=_HOST_S)
+    first = time.monotonic() - begun
+    begun = time.monotonic()
+    place.run(["true"], timeout=_HOST_S)
+    again = time.monotonic() - begun
+    if place.description.kind == "local":
+        return [Check("reachable", "ok", "this machine")]
+    names = _STEPS if place.description.kind == "proxmox" else _STEPS[:3]
+    seen = {"reachable": f"{place.host}, {first:.2f} s to connect and run, {again:.2f} s to run again"}
+    texts = {"host key": "known", "login": place.description.user or "as ssh has it"}
+    texts |= {"pct": "runs commands", "container": f"{place.description.container} runs"}
+    return [Check(name, "ok", (seen | texts)[name]) for name in names]
+
+
+def _container(place: Place, checks: list[Check]) -> str:
+    """`pct config`; a lock in it is worth a line."""
+    from controller.remote import Proxmox
+
+    if not isinstance(place, Proxmox):
+        return ""
+    number = str(place.description.container)
+    done = place.on_host(["pct", "config", number], timeout=_HOST_S)
+    text = done.stdout.decode(errors="replace")
+    for line in text.splitlines():
+        key, _, value = line.partition(": ")
+        if key == "lock":
+            checks[:] = [check for check in checks if check.name != "container"]
+            checks.append(
+                Check(
+                    "container",
+                    "warning",
+                    f"{number} runs, locked: {safe_line(value)}",
+                    "A backup or migration may be at work, and may stop it; commands run meanwhile."
+                    f" If none is: pct unlock {number}",
+                )
+            )
+    return text
+
+
+def _inside(place: Place, job: Job | None, config: str) -> list[Check]:
+    question = json.dumps(doctor.question(job, place.description, deep=True))
+    shipped = ship(place, pack(), ["preflight", place.workspace, question])
+    answer = rundir.decode(shipped.output)
+    if answer is None:
+        lines = shipped.stderr.decode(errors="replace").strip().splitlines()
+        said = safe_line(lines[-1]) if lines else "it said nothing"
+        raise PayloadEnvironmentError(f"{place.name}: preflight failed with status {shipped.status}: {said}")
+    return doctor.examine(answer, job, place.description, received=time.time(), config=config)
+
+
+def _walled(error: DflashctlError, host: Host, made: set[str]) -> list[Check]:
+    """The line that `error` is about, after good ones for what came before it."""
+    wall = _LINES.get(type(error), "reachable")
+    if isinstance(error, PayloadEnvironmentError):
+        wall = "workspace" if "workspace" in error.message else "Python"
+    elif isinstance(error, ShipError):
+        wall = "payload"
+    before = _STEPS[: _STEPS.index(wall)] if wall in _STEPS else ()
+    lines = [Check(name, "ok", "") for name in before if name not in made]
+    return [*lines, Check(wall, "failure", error.message.removeprefix(f"{host.name}: "), error.hint)]
+
+
+def print_report(report: Report) -> str:
+    """The report for people."""
+    marks = {"ok": "ok      ", "warning": "warning ", "failure": "FAILURE "}
+    width = max(len(check.name) for check in report.checks)
+    lines = []
+    for check in report.checks:
+        lines.append(f"{marks[check.level]} {check.name.ljust(width)}  {check.seen}".rstrip())
+        if check.level != "ok":
+            lines += [f"{'':9}{'':{width}}  -> {line}" for line in check.todo.splitlines()]
+    return "\n".join(lines)
