@@ -170,6 +170,8 @@ def _training(state: RunState) -> list[str]:
     tau = figures.decimal(p.tau, 2)
     if p.tau is not None and p.tau_step is not None:
         tau += f" at step {figures.count(p.tau_step)}"
+    if p.best_tau is not None and p.best_step != p.tau_step:
+        tau += f", best {figures.decimal(p.best_tau, 2)} at step {figures.count(p.best_step)}"
     lines.append(
         f"loss {loss} (average {figures.decimal(p.loss_ema)}), tau {tau} "
         f"(in training {figures.decimal(p.tau_estimate, 2)})"

@@ -13,7 +13,7 @@ from rich.text import Text
 from controller.diagnose import alarms
 from controller.health import Word, age_text
 from controller.run_events import Level
-from controller.run_records import Record, number
+from controller.run_records import Record, number, whole
 from controller.run_records import text as remote_text
 from controller.run_state import RunState
 from controller.tui import figures
@@ -35,6 +35,9 @@ PROGRESS_STALE_S = 10.0
 
 ROOMY_COLUMNS = 90
 """From this width on lines also have what is only nice to know."""
+
+WIDE_COLUMNS = 120
+"""And from this one on what is longer."""
 
 DEAD_WORDS = (Word.FAILED, Word.KILLED, Word.LOST)
 
@@ -114,6 +117,8 @@ def learning_line(state: RunState, width: int) -> Text:
     if p.tau_step is not None and p.tau is not None:
         text.append(f" @{figures.count(p.tau_step)}", style=LABEL)
     text.append(f" (train {figures.decimal(p.tau_estimate, 2)})", style=LABEL)
+    if p.best_tau is not None and p.best_step != p.tau_step and width >= WIDE_COLUMNS:
+        text.append(f" best {figures.decimal(p.best_tau, 2)} @{figures.count(p.best_step)}", style=LABEL)
     text.append("  gnorm ", style=LABEL)
     text.append(figures.decimal(p.gradient_norm, 2), style=value)
     text.append("  lr ", style=LABEL)
@@ -136,6 +141,10 @@ def _outcome_line(outcome: Record) -> Text:
         text.append(figures.decimal(number(outcome, last), places), style=VALUE)
     text.append("  in ", style=LABEL)
     text.append(figures.span(number(outcome, "seconds")), style=VALUE)
+    best = number(outcome, "best_tau")
+    if best is not None:
+        step = figures.count(whole(outcome, "best_step"))
+        text.append(f"  best {figures.decimal(best, 2)} @{step}", style=LABEL)
     checkpoint = remote_text(outcome, "checkpoint")
     if checkpoint:
         text.append_text(line(("  ", LABEL), remote(checkpoint, LABEL)))

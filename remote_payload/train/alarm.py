@@ -6,9 +6,9 @@ that is not the target's raise the first and not the second (SpecForge #455, #47
 1.29). Nothing else about such a run looks wrong, so it is an event and not a curve to notice.
 
 The estimate is the mean over the newer half of the steps since the last evaluation: the older half of a
-drafter that improves is of another drafter. The alarm is one-sided, because an honest estimate is too low rather
-than too high: blocks that run past the end of their document are cut short in it, and any mean lags. An
-honest drafter that learned a small training set by heart does raise it, and should.
+drafter that improves is of another drafter. The alarm is one-sided, because an honest estimate is too low
+rather than too high: blocks that run past the end of their document are cut short in it, and any mean lags.
+An honest drafter that learned a small training set by heart does raise it, and should.
 """
 
 from __future__ import annotations

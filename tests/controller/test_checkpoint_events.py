@@ -8,6 +8,8 @@ import pytest
 
 from controller.run_events import Level, events
 from controller.run_state import News, RunState, reduce
+from controller.status import status_lines
+from controller.tui.overview import learning_line
 
 NOW = 1_700_000_000.0
 
@@ -70,3 +72,12 @@ def test_the_best_and_what_went_wrong_are_read_from_the_progress_and_absent_ones
         "not_lossless",
         "x",
     )
+
+
+def test_the_best_is_shown_beside_the_newest_tau_unless_it_is_that_one() -> None:
+    record = {"kind": "progress", "t": NOW, "attempt": 1, "step": 900, "tau": 2.5, "tau_step": 800}
+    for best, shown in (({"step": 400, "tau": 3.1}, True), ({"step": 800, "tau": 2.5}, False), (None, False)):
+        state = reduce(RunState(), News(progress={**record, "best": best}), NOW)
+        assert ("best 3.10 at step 400" in "\n".join(status_lines(state))) is shown
+        assert ("best 3.10 @400" in learning_line(state, 120).plain) is shown
+        assert "best" not in learning_line(state, 100).plain
