@@ -47,6 +47,9 @@ LOG_TAIL_BYTES: Final = 1 << 20
 LOG_HEAD_BYTES: Final = 1 << 18
 """What is taken as well of the beginning of a log of another program: there it says what it trains."""
 
+FILLED_S: Final = 0.1
+"""How often readers are told of older bytes while these arrive."""
+
 WHOLE_LOG: Final = "whole-log"
 """In a mirror folder: a file that asks whoever writes the folder to fill the holes of train.log."""
 
@@ -96,6 +99,7 @@ class Mirror:
         self._tries = 0
         self._since: tuple[str, float] = ("", 0.0)
         self._next_save = 0.0
+        self._next_telling = 0.0
         self._differences: collections.deque[float] = collections.deque(maxlen=30)
         self.error: DflashctlError | None = None
         """The newest trouble; None while connected."""
@@ -331,6 +335,10 @@ class Mirror:
                 next_ping = now + timing.ping_s
             if time.monotonic() >= self._next_save:
                 self._save()
+            elif self._files.filled and time.monotonic() >= self._next_telling:
+                self._next_telling = time.monotonic() + FILLED_S
+                self._files.save(sync=False)
+                self._announce()
         return True
 
     def _take(self, frame: Frame, greeted: bool) -> bool:

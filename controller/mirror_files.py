@@ -3,7 +3,8 @@
 The promise is that every byte inside an extent equals the remote's, whatever dies when. It rests on three
 orders of writing:
 
-1. bytes reach the disk before the extents that claim them do (`save` syncs the files first);
+1. bytes reach the disk before the extents that claim them do (`save` syncs the files first; meanwhile
+   `arrived` tells readers of older bytes that lie in a hole: a power cut may take them away again);
 2. when a file begins anew (another generation), `mirror.json` gives its extents up before the local file
    is cut, so a reader who sees new bytes also sees the new generation;
 3. what lies behind the last extent when a folder is taken over was written by a process that died before it
@@ -39,13 +40,15 @@ MAX_FILES: Final = 1000
 class MirroredFile:
     """What is known of one appended file."""
 
-    __slots__ = ("descriptor", "dirty", "extents", "generation", "inode", "size")
+    __slots__ = ("claimed", "descriptor", "dirty", "extents", "generation", "inode", "size")
 
     def __init__(self, generation: int, size: int, extents: Extents, inode: int | None = None) -> None:
         self.generation = generation
         self.inode = inode
         self.size = size
         self.extents = extents
+        self.claimed = extents.to_json()
+        """The extents of which all bytes are on the disk."""
         self.descriptor = -1
         self.dirty = False
 
@@ -60,6 +63,8 @@ class MirrorFiles:
         self.record: dict[str, Any] = {}
         """`mirror.json` as last written."""
         self.files: dict[str, MirroredFile] = {}
+        self.filled = False
+        """Whether older bytes arrived in a hole since `mirror.json` was last written."""
         self._lock = -1
 
     def lock(self) -> bool:
@@ -156,6 +161,7 @@ class MirrorFiles:
         elif file.generation != frame.generation:
             file.generation, file.size, file.extents = frame.generation, 0, Extents()
             file.inode = None
+            file.claimed = []
             self.save()
             self._cut(frame.file, file, 0)
         if file.extents and frame.offset > file.extents.end:
@@ -173,6 +179,7 @@ class MirrorFiles:
                 view, offset = view[written:], offset + written
         except (OSError, OverflowError) as error:
             raise self._trouble("cannot write", frame.file, error) from error
+        self.filled = self.filled or offset < file.extents.end
         file.extents.add(frame.offset, offset)
         file.size = max(file.size, offset)
         file.dirty = True
@@ -197,7 +204,9 @@ class MirrorFiles:
             file.inode = beat.inodes.get(name)
 
     def complete(self, beat: Beat, *, whole_log: bool) -> bool:
-        """Whether every byte that `beat` announces is here."""
+        """Whether every byte that `beat` announces is here, and it announces all that there is."""
+        if beat.record.get("catching_up"):
+            return False
         for name, (generation, size) in beat.files.items():
             file = self.files.get(name)
             if file is None:
@@ -207,14 +216,16 @@ class MirrorFiles:
                 return False
         return True
 
-    def save(self) -> None:
-        """Sync what was written, then write `mirror.json`."""
+    def save(self, *, sync: bool = True) -> None:
+        """Sync what was written, then write `mirror.json`; without `sync` nothing new is claimed in it."""
         assert self.locked
+        self.filled = False
         try:
-            for file in self.files.values():
+            for file in self.files.values() if sync else ():
                 if file.dirty:
                     getattr(os, "fdatasync", os.fsync)(file.descriptor)
                     file.dirty = False
+                file.claimed = file.extents.to_json()
             self.record = rundir.stamp("mirror", self.connection) | {
                 "pid": os.getpid(),
                 "files": {
@@ -222,7 +233,8 @@ class MirrorFiles:
                         "generation": file.generation,
                         "size": file.size,
                         "inode": file.inode,
-                        "extents": file.extents.to_json(),
+                        "extents": file.claimed,
+                        **({"arrived": file.extents.to_json()} if not sync else {}),
                     }
                     for name, file in self.files.items()
                 },

@@ -162,4 +162,4 @@ class MirrorReader:
         generation = entry.get("generation") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or type(generation) is not int:
             return None, Extents()
-        return generation, Extents.from_json(entry.get("extents"))
+        return generation, Extents.from_json(entry.get("arrived", entry.get("extents")))

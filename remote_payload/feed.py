@@ -136,6 +136,7 @@ class _Feed:
         self._fill(request)
         self._keep_watch(listener.woken)
         changed = self._look_at_all(None)
+        filling = False
         while True:
             for later in listener.later():
                 self._fill(parse_request(later))
@@ -143,7 +144,9 @@ class _Feed:
                 changed = self._look_at_all(changed)
             elif changed:
                 changed = self._look_at(changed)
-            filling = self._send_older_bytes()
+            was_filling, filling = filling, self._send_older_bytes()
+            if was_filling and not filling:
+                self._next_beat = 0.0  # tell at once that all there is was sent
             changed = self._wait(changed, 0.0 if filling else self._timing.tick)
 
     # when to look
@@ -192,7 +195,6 @@ class _Feed:
                 {file.name for file in files if file.name in rundir.APPENDED and file.grown}, told
             )
         again = self._send_growing_files(files)
-        self._present = [file.name for file in files if file.inode is not None]
         if self._watch is not None:
             try:
                 self._folder.watch(self._watch)
@@ -235,18 +237,25 @@ class _Feed:
             size = file.look()
             if size is not None:
                 until[file.name] = size
+        looked_at = {file.name for file in files}
+        told_half = False
+        self._present = [name for name in self._present if name not in looked_at] + list(until)
         while until:
             for name in list(until):
-                chunk = self._files[name].chunk(until[name], rundir.MAX_FRAME_BYTES)
-                if chunk is None:
+                file = self._files[name]
+                chunk = file.chunk(until[name], rundir.MAX_FRAME_BYTES)
+                if chunk is not None:
+                    self._append(name, chunk)
+                if chunk is None or file.sent >= until[name]:
                     del until[name]
-                    continue
-                self._append(name, chunk)
             # A long way to catch up must not silence the beats; but the one that tells of the
             # supervisor's end has to wait, because it says that all there was has been sent.
             if self._presence["supervisor"] == "alive" and self._beat_is_due():
                 self._send_small_files(rundir.REPLACED, look_closer=True)
-                self._beat()
+                told_half = bool(until)
+                self._beat(catching_up=told_half)
+        if told_half:
+            self._next_beat = 0.0
         return {file.name for file in files if file.renamed}
 
     def _append(self, name: str, chunk: Chunk) -> None:
@@ -325,7 +334,7 @@ class _Feed:
     def _beat_is_due(self) -> bool:
         return time.monotonic() >= self._next_beat
 
-    def _beat(self) -> None:
+    def _beat(self, *, catching_up: bool = False) -> None:
         self._next_beat = time.monotonic() + self._timing.beat
         files: dict[str, dict[str, Any]] = {}
         for name in self._present:
@@ -342,4 +351,5 @@ class _Feed:
             files=files,
             told_by="looking" if self._watch is None else "inotify",
             **({"left_out": self._left_out} if self._left_out else {}),
+            **({"catching_up": True} if catching_up else {}),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import queue
@@ -12,12 +13,15 @@ from contextlib import suppress
 from typing import Any
 
 _MOST_LINE = 4 << 20
+_PIPE_BYTES = 1 << 20  # a frame fits: fewer turns between us and whoever reads
 
 
 class Output:
     """Frames on stdout, past Python's own buffer."""
 
     def __init__(self) -> None:
+        with suppress(OSError):  # no pipe, or the user's share of pipe memory is used up
+            fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._writable = select.poll()
         self._writable.register(1, select.POLLOUT)
 

@@ -151,7 +151,7 @@ class GrowingFile:
         chunk = Chunk(self.generation, self.sent, data)
         if len(self._first) == self.sent:
             self._first += data[: HEAD_BYTES - len(self._first)]
-        self._last = (self._last + data)[-TAIL_BYTES:]
+        self._last = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (self._last + data)[-TAIL_BYTES:]
         self.sent += len(data)
         return chunk
 

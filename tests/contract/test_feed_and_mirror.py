@@ -358,6 +358,17 @@ def test_a_large_log_is_attached_at_its_tail_to_a_line_start(run: Run) -> None:
     run.assert_extents_hold()
 
 
+def test_one_look_at_a_living_run_takes_all_that_there_is(run: Run) -> None:
+    """The first beat is sent while the feed still catches up."""
+    run.append("events.jsonl", random.Random(3).randbytes(1 << 20) * 12)
+    run.append("train.log", b"line\n" * 1_000_000)
+    mirror = run.mirror(whole_log=True, once=True)
+    mirror.start()
+    until(lambda: not mirror.running)
+    assert mirror.error is None
+    run.assert_extents_hold()
+
+
 def test_a_run_whose_supervisor_vanished_is_lost_and_the_mirror_ends(run: Run) -> None:
     run.append("train.log", b"last words")
     mirror = run.mirror()

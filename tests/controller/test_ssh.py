@@ -9,7 +9,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from controller import ssh, ssh_config, ssh_login
+from controller import ssh, ssh_config, ssh_hop, ssh_login
 from controller.errors import HostKeyError, UnreachableError
 from controller.known_hosts import KnownHosts, fingerprint, matches
 from controller.ssh import SshConnection
@@ -324,3 +324,15 @@ def test_a_jump_in_a_circle_is_said(config: Path) -> None:
 def test_making_a_connection_contacts_nobody() -> None:
     connection = SshConnection("192.0.2.1", user="", port=None, timeout=1, accept_new=False)
     connection.close()
+
+
+def test_the_cipher_that_is_done_in_one_pass_is_asked_for_first_and_the_others_stay() -> None:
+    ours, theirs = socket.socketpair()
+    transport = paramiko.ServiceRequestingTransport(ours)
+    before = transport.get_security_options().ciphers
+    ssh_hop._prefer(transport, [])
+    after = transport.get_security_options().ciphers
+    for end in (transport, ours, theirs):
+        end.close()
+    assert after[0] == "aes128-gcm@openssh.com"
+    assert sorted(after) == sorted(before)

@@ -606,12 +606,16 @@ def test_beats_go_on_while_a_slow_reader_catches_up(run_dir: Path) -> None:
     (run_dir / "train.log").write_bytes(bytes(16 << 20))
     with reading(run_dir, slow=0.05) as reader:
         reader.until(lambda: len(reader.newest("train.log")[1]) == 16 << 20)
-        before_the_end = 0
+        reader.until(lambda: reader.frames[-1]["frame"] == "beat")
+        before_the_end = []
         for frame in list(reader.frames):
-            before_the_end += frame["frame"] == "beat"
+            if frame["frame"] == "beat":
+                before_the_end.append(frame)
             if frame["frame"] == "append" and frame["offset"] + frame["size"] == 16 << 20:
                 break
-        assert before_the_end > 3
+        assert len(before_the_end) > 3
+        assert all(beat["catching_up"] and beat["files"]["train.log"] for beat in before_the_end)
+        assert "catching_up" not in reader.frames[-1]
 
 
 def test_beats_go_on_after_the_end_until_the_reader_goes(run_dir: Path) -> None:
