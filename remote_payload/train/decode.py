@@ -84,7 +84,7 @@ class Decoder:
             if token in self._ends or len(decoded.tokens) == self._most:
                 break
             logits = cache.read(torch.tensor([token], device=prompt.device))[-1]
-        self._target.tapped()
+        self._target.forget_taps()
         decoded.seconds = time.perf_counter() - start
         return decoded
 

@@ -26,6 +26,18 @@ PACKAGE_PREFIX = "package:"
 CONVERSION = 1
 """Part of the key: raise it when the conversion below writes something else than before."""
 
+_PICKLED = (
+    "a pickle, and loading one runs whatever code is in it; expected *.safetensors. Where you trust it,"
+    " convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+)
+_OTHER_WEIGHTS = {
+    "*.bin": _PICKLED,
+    "*.pt": _PICKLED,
+    "*.pth": _PICKLED,
+    "*.gguf": "which is read only inside a known package (package:NAME); expected *.safetensors",
+}
+"""Weights that a folder without safetensors may have, and why they are not read."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -77,6 +89,9 @@ def _check_folder(target: str, folder: Path) -> None:
             f"target {target!r} is a file; expected the folder that holds config.json and *.safetensors"
         )
     missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
+    for pattern, why in _OTHER_WEIGHTS.items():
+        if "*.safetensors" in missing and (other := sorted(folder.glob(pattern))):
+            raise ValueError(f"target {target!r}: its weights are {other[0].name}, {why}")
     if missing:
         raise ValueError(
             f"target {target!r}: the folder has no {' and no '.join(missing)}; expected a model as "

@@ -157,6 +157,10 @@ class Target:
         """The taps of the last forward pass side by side, [B, L, W]; each is given out once."""
         return torch.cat([self._taps.of.pop(layer) for layer in self.tap_layers], -1)
 
+    def forget_taps(self) -> None:
+        """Let go of taps that nobody wants."""
+        self._taps.of.clear()
+
     def check(self) -> None:
         """One short pass: taps give one vector a token, and the head's logits are the model's own.
 
@@ -180,7 +184,7 @@ class Target:
                 f" trained for this family"
             )
         self.output.check(self.model, ids)
-        self._taps.of.clear()
+        self.forget_taps()
 
     @torch.no_grad()
     def check_last_hidden(self) -> None:
@@ -252,7 +256,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         # Never None: transformers would then ask on the terminal, and wait.
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         reason = one_line(error)
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise JobError(

@@ -59,6 +59,26 @@ def test_a_folder_without_weights_is_refused_naming_what_is_missing(tmp_path: Pa
         resolve_model(str(tmp_path), tmp_path, silent)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pytorch_model.bin", "a pickle, and loading one runs whatever code is in it"),
+        ("pytorch_model-00001-of-00002.bin", "a pickle"),
+        ("consolidated.00.pth", "a pickle"),
+        ("model-q4.gguf", r"only inside a known package"),
+    ],
+)
+def test_weights_that_are_no_safetensors_are_refused_with_the_reason(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"{name}.*{reason}.*expected \*\.safetensors"):
+        resolve_model(str(tmp_path), tmp_path, silent)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve_model(str(tmp_path), tmp_path, silent) == tmp_path
+
+
 def test_a_file_is_refused_because_a_folder_is_expected(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")

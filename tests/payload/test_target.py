@@ -207,3 +207,97 @@ def test_a_mask_token_that_means_something_or_has_no_row_is_refused_naming_both_
     with pytest.raises(JobError, match=expected):
         check_mask_token(mask, config, special)
     check_mask_token(66, config, special)
+
+
+def bring_code(folder: Path) -> Path:
+    """A model that comes with Python code of its own, which leaves a file behind when it runs."""
+    write_target(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "homemade", "architectures": ["HomemadeForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "homemade.HomemadeConfig",
+        "AutoModelForCausalLM": "homemade.HomemadeForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    code = f"""
+from pathlib import Path
+from transformers import Qwen3Config, Qwen3ForCausalLM
+Path({str(folder / "it_ran")!r}).touch()
+class HomemadeConfig(Qwen3Config):
+    model_type = "homemade"
+class HomemadeForCausalLM(Qwen3ForCausalLM):
+    config_class = HomemadeConfig
+"""
+    (folder / "homemade.py").write_text(code)
+    return folder
+
+
+def test_code_that_comes_with_a_model_runs_only_when_the_job_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody may be asked"))
+    folder = bring_code(tmp_path / "model")
+    for refuse in (read_config, load):
+        with pytest.raises(JobError, match=r"Python code of its own.*trust_remote_code = true"):
+            refuse(folder)
+    assert not (folder / "it_ran").exists()
+    trusted = Target.load(
+        folder, (1,), device=torch.device("cpu"), dtype=torch.float32, trust_remote_code=True
+    )
+    assert trusted.model_type == "homemade" and (folder / "it_ran").exists()
+    assert trusted.features(torch.tensor([[3, 4]])).shape == (1, 2, 24)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_job_may_say_how_the_target_attends(tmp_path: Path, attention: str) -> None:
+    folder, cpu = write_target(tmp_path), torch.device("cpu")
+    target = Target.load(folder, (1, 3), device=cpu, dtype=torch.float32, attention=attention)
+    assert target.attention == attention
+    ids = torch.randint(3, 67, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(target.features(ids), load(folder, (1, 3)).features(ids))
+
+
+def test_an_attention_that_is_not_there_is_refused_by_its_key(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    with pytest.raises(JobError, match=r"target_attention = 'flash_attention_2': .*Flash"):
+        Target.load(
+            folder,
+            (1,),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            attention="flash_attention_2",
+        )
+
+
+class Scaled(torch.nn.Linear):
+    """A head that does something of its own to its logits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.linspace(0.5, 2.0, self.out_features)
+
+
+def test_a_head_whose_logits_are_made_in_an_unknown_way_is_refused_naming_the_model_type(
+    tmp_path: Path,
+) -> None:
+    """Without this, a loss against the target's distribution would be against another one."""
+    target = load(write_target(tmp_path, tie_word_embeddings=False))
+    target.check()
+    target.model.lm_head.__class__ = Scaled
+    with pytest.raises(JobError, match="model_type 'qwen3': its logits are not those of its head"):
+        target.check()
+
+
+def test_layers_that_hand_on_something_else_than_one_vector_a_token_are_refused(tmp_path: Path) -> None:
+    """Gemma 3n hands four streams from layer to layer."""
+    target = load(write_target(tmp_path))
+    target.layers[2].register_forward_hook(lambda _m, _i, out: torch.stack([out] * 4), prepend=True)
+    with pytest.raises(JobError, match=r"model_type 'qwen3': its layers"):
+        target.check()
+
+
+def test_a_tap_that_is_never_reached_is_refused(tmp_path: Path) -> None:
+    target = load(write_target(tmp_path))
+    target.tap_layers = (0, 4)
+    with pytest.raises(JobError, match="cannot be tapped"):
+        target.check()
