@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from remote_payload.train.anchors import RANDOM, candidates, draw, eligible_places, share_slots
-from remote_payload.train.buckets import EpochPlan, epochs_from
+from remote_payload.train.buckets import EpochPlan, epochs_from, widest_batches
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.unusable import Findings, Skipped
 
@@ -147,6 +147,11 @@ class BatchMaker:
         for epoch, this, at in epochs_from(plan, first):
             entered(this)
             yield from self.epoch(this, epoch, at, max(0, first - at))
+
+    def widest(self, plan: EpochPlan, max_batch: int) -> list[tuple[int, int]]:
+        """Rows and tokens of a row of the batches of `plan` that ask most of a target."""
+        lengths, budget = self._dataset.lengths, self._shape.token_budget
+        return widest_batches(plan, lengths, token_budget=budget, max_batch=max_batch)
 
     def epoch(self, plan: EpochPlan, epoch: int, first_sequence: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, whose first has the number `first_sequence`, from its `start`-th on."""

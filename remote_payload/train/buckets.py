@@ -63,6 +63,19 @@ def plan_epoch(
     return EpochPlan([batches[i] for i in order], np.asarray(owners, np.int64)[order])
 
 
+def widest_batches(
+    plan: EpochPlan, lengths: npt.NDArray[np.int64], *, token_budget: int, max_batch: int
+) -> list[tuple[int, int]]:
+    """Rows and tokens of a row of the batches that ask most of a target, whatever the order of samples.
+
+    One has the most tokens, padding counted, and one the longest row; often they are the same.
+    """
+    rising = np.unique(lengths[np.concatenate(plan.batches)]).tolist()
+    shapes = [(min(max_batch, token_budget // tokens), tokens) for tokens in rising]
+    most = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    return [most] if most == shapes[-1] else [most, shapes[-1]]
+
+
 def epochs_from(plan: Callable[[int], EpochPlan], sequence: int) -> Iterator[tuple[int, EpochPlan, int]]:
     """The epochs without end, from the one that holds batch number `sequence` of the run.
 

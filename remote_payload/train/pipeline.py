@@ -80,6 +80,9 @@ def run_target(
             status.enter("loading")
             target = load_target(run, number, device)
         run.targets[number].give(target)
+        if run.cache is None:
+            status.enter("warming up")
+            warm_target(run, target)
         status.enter("waiting for batches")
         while (batch := run.batches.get()) is not None and not run.stopped:
             status.enter(
@@ -126,6 +129,18 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
         load_s=round(time.perf_counter() - start, 2),
     )
     return target
+
+
+def warm_target(run: Run, target: Target) -> None:
+    """Run the widest batches through `target`: what does not fit is known now and not after hours.
+
+    The order is random, so the widest batch may come late (SpecForge's "late OOM").
+    """
+    for rows, tokens in run.maker.widest(run.plan(0), run.job.max_batch):
+        run.control.check()
+        ids = torch.zeros((rows, tokens), dtype=torch.int64, device=target.device)
+        with turn(target.device):
+            pack(target.features(ids, needs_teacher(run.job)), [tokens] * rows)
 
 
 def compute_features(run: Run, target: Target, batch: Batch) -> Features:

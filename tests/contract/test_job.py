@@ -212,6 +212,7 @@ def test_a_key_like_no_other_is_answered_with_all_there_are() -> None:
         ({"drafters": ["cuda:0", "cuda:1"], "rows_per_step": 3}, "rows_per_step = 3"),
         ({"init_from_target": [1, 2], "layers": 5}, "init_from_target"),
         ({"token_budget": 16, "bucket_edges": [16, 32]}, "token_budget = 16"),
+        ({"anchors": 63, "max_batch": 64}, "anchors = 63 and max_batch = 64"),
     ],
 )
 def test_keys_that_do_not_fit_together_are_named(values: dict[str, Any], key: str) -> None:

@@ -177,3 +177,20 @@ def test_an_epoch_numbers_its_batches_on_from_the_first(tmp_path: Path) -> None:
         (11, 7, 0, [0, 3]),
         (12, 7, 1, [2]),
     ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(chosen=st.sets(st.integers(0, 19), min_size=1, max_size=2), epoch=st.integers(0, 3))
+def test_every_row_has_the_one_shape_and_holds_nothing_of_its_batch_but_numbers(
+    tmp_path_factory: pytest.TempPathFactory, chosen: set[int], epoch: int
+) -> None:
+    """SpecForge's "late OOM", recompiles, captured graphs: the drafter never sees another shape."""
+    samples, prompts = random_samples(20)
+    maker = maker_of(tmp_path_factory.mktemp("shape"), samples, prompts)
+    batch = make(maker, *sorted(chosen), epoch=epoch)
+    for (name, tensor), empty in zip(
+        batch.row.tensors().items(), empty_row(SHAPE).tensors().values(), strict=True
+    ):
+        assert (tensor.shape, tensor.dtype) == (empty.shape, empty.dtype), name
+        assert tensor.is_contiguous(), name
+    assert batch.tokens <= SHAPE.token_budget and batch.documents == batch.covered == len(chosen)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
+from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch, widest_batches
 
 EDGES = [0, 770, 1216, 1728, 2432, 3296, 8193]
 
@@ -80,3 +80,27 @@ def test_batches_of_all_buckets_are_mixed() -> None:
 def test_a_dataset_without_a_sample_in_any_bucket_has_no_batches() -> None:
     plan = plan_of([9000, 9001], EDGES)
     assert plan.batches == [] and plan.counts(6) == [0] * 6
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=60),
+    most=st.integers(1, 9),
+    budget=st.integers(64, 300),
+    seed=st.integers(0, 1000),
+)
+def test_no_batch_of_any_epoch_asks_more_of_a_target_than_the_widest(
+    lengths: list[int], most: int, budget: int, seed: int
+) -> None:
+    edges = [1, 20, 40, 65]
+    assume(min(lengths) < 65)
+    plans = [plan_of(lengths, edges, budget=budget, most=most, seed=seed, epoch=epoch) for epoch in range(4)]
+    widest = widest_batches(plans[0], np.asarray(lengths), token_budget=budget, max_batch=most)
+    assert 1 <= len(widest) <= 2
+    assert all(rows <= most and rows * tokens <= budget for rows, tokens in widest)
+    usable = [length for length in lengths if length < 65]
+    assert max(tokens for _, tokens in widest) == max(usable)
+    for batch in itertools.chain(*map(batches_of, plans)):
+        longest = max(lengths[sample] for sample in batch)
+        assert longest <= max(tokens for _, tokens in widest)
+        assert len(batch) * longest <= max(rows * tokens for rows, tokens in widest)
