@@ -60,7 +60,7 @@ def examine(
         *_torch(answer, job),
         _workspace(answer["workspace"], host),
         *_speed(answer),
-        *_memory(answer),
+        *_memory(answer, config),
         *_paths(answer, host),
         *_clock(answer, received),
         *_ports(answer),
@@ -250,11 +250,13 @@ def _speed(answer: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("write speed", "ok", f"{speed:.0f} MiB/s")
 
 
-def _memory(answer: Mapping[str, Any]) -> Iterator[Check]:
+def _memory(answer: Mapping[str, Any], config: str) -> Iterator[Check]:
     memory = answer.get("memory")
     if memory is None:
         return
     limit, used, machine = memory["limit_gib"], memory["used_gib"], memory["machine_gib"]
+    if limit is None and (configured := re.search(r"^memory: (\d+)$", config, re.MULTILINE)):
+        limit = int(configured[1]) / 1024  # not every container shows its control groups inside
     of = "" if limit is None or machine is None else f" of the machine's {machine:.0f}"
     size = limit if limit is not None else machine
     if size is None:
