@@ -109,7 +109,9 @@ def chunk_scores(
     """
     logits = head.logits(hidden).float()
     top, guess = logits.max(-1, keepdim=True)
-    log_total = (logits - top).exp().sum(-1, keepdim=True).log() + top
+    odds = (logits - top).exp()
+    total = odds.sum(-1, keepdim=True)
+    log_total = total.log() + top
     hits = guess[..., 0] == labels
     log_label = (logits.gather(-1, labels[..., None]) - log_total)[..., 0]
     # Finding the label by comparison and not by scatter keeps the chunk one fused pass.
@@ -137,7 +139,7 @@ def chunk_scores(
                 objective.focal_weight,
                 objective.chain_weight,
             )
-        slope = ((logits - log_total).exp() - torch.where(onehot, 1.0, 0.0)) * each[..., None]
+        slope = odds * (each[..., None] / total) - torch.where(onehot, each[..., None], 0.0)
     return ChunkScores(loss, plain, _by_hidden(head, logits, slope).to(hidden.dtype), hits)
 
 
