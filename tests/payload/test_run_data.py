@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.payload.test_resume import killed_after, report_every_step
 from tests.payload.test_sources import save_to_disk
 from tests.payload.tiny import VOCABULARY, random_samples
 from tests.payload.trial import Trial
@@ -76,3 +78,24 @@ def test_what_content_gives_away_is_an_event_by_sample_and_counted_once_over_man
     assert trial.progress["epoch"] > 2 and set(trial.progress["skipped"].values()) == {1}
     assert sum(trial.progress["skipped"].values()) == 4
     assert len(list(trial.run_dir.glob("samples-*.seen"))) == 1
+
+
+def test_a_killed_run_goes_on_with_the_very_next_batch_and_counts_as_if_it_had_never_been_killed(
+    tmp_path: Path,
+) -> None:
+    samples, prompts = random_samples(24)
+    for number in range(0, 24, 5):
+        samples[number][3] = VOCABULARY
+    path = parquet(tmp_path / "mixed.parquet", input_ids=samples, prompt_length=prompts)
+    changes = {"dataset": path, "steps": 16, "held_out": "", "max_batch": 2, "checkpoint_every": 3}
+    whole, killed = (Trial(tmp_path, name, **changes) for name in ("whole", "killed"))
+    assert whole.fork(report_every_step) == 0, whole.log
+    assert killed.fork(killed_after(7)) == -signal.SIGKILL
+    assert killed.fork(report_every_step, attempt=2) == 0, killed.log
+    assert killed.progress["skipped"] == whole.progress["skipped"]
+    for name in ("anchors", "anchor_coverage_share", "document_coverage_share", "tokens", "epoch"):
+        assert killed.progress[name] == whole.progress[name], name
+    buckets = [[b["anchor_coverage_share"] for b in run.progress["buckets"]] for run in (killed, whole)]
+    assert buckets[0] == buckets[1]
+    named = [{event["sample"] for event in run.events("unusable")} for run in (killed, whole)]
+    assert named[0] == named[1] and len(named[0]) >= 4
