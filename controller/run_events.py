@@ -158,6 +158,10 @@ def _alarm(r: Record) -> Line:
     )
 
 
+def _unusable(r: Record) -> Line:
+    return Level.WARNING, f"sample {_count(r, 'sample')} is left out: {text(r, 'reason') or '?'}"
+
+
 def _nonfinite(r: Record) -> Line:
     samples = r.get("samples")
     which = f", samples {', '.join(map(str, samples[:5]))}" if isinstance(samples, list) else ""
@@ -252,6 +256,7 @@ _LINES: dict[str, Callable[[Record], Line]] = {
     "checkpoint_failed": _checkpoint_failed,
     "best": _best,
     "alarm": _alarm,
+    "unusable": _unusable,
     "nonfinite": _nonfinite,
     "recompile": _recompile,
     "request": _request,
