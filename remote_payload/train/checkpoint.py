@@ -83,6 +83,11 @@ def save(
     return final
 
 
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in main memory, so that the originals may change while they are written."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+
+
 def steps(run_dir: Path) -> list[int]:
     """Steps of the checkpoints that stand there, rising."""
     folder = run_dir / rundir.CHECKPOINTS
@@ -156,8 +161,10 @@ def _write(
     training: Mapping[str, Tensor],
     record: Mapping[str, Any],
 ) -> None:
-    save_file(_on_host(weights), folder / WEIGHTS, metadata={"format": "pt"})
-    save_file(_on_host(training), folder / TRAINING)
+    for name, tensors in ((WEIGHTS, weights), (TRAINING, training)):
+        # safetensors wants tensors of their own, and views of one flat tensor are not.
+        own = {key: value if _is_own(value) else value.to("cpu", copy=True) for key, value in tensors.items()}
+        save_file(own, folder / name, metadata={"format": "pt"})
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     rundir.write_whole(folder / CONFIG, _json(released_config(config, dtype)))
     rundir.write_whole(folder / RECORD, _json(record))
@@ -170,9 +177,10 @@ def _write(
     _sync(folder)
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU: views of one flat tensor become tensors of their own, as safetensors wants them."""
-    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+def _is_own(value: Tensor) -> bool:
+    """Whether a tensor lies in main memory with nothing else in its storage."""
+    whole = value.untyped_storage().nbytes() == value.nbytes
+    return value.device.type == "cpu" and whole and value.is_contiguous() and not value.requires_grad
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -32,6 +32,7 @@ from remote_payload.train.objective import default_gamma, needs_teacher
 from remote_payload.train.resume import check_resume, find_resume, go_on
 from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
+from remote_payload.train.saver import Saver
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import check_mask_token, read_config, special_ids
 from remote_payload.train.unusable import DataError, Findings, Skipped
@@ -155,6 +156,7 @@ def prepare(
         ),
         contract=contract,
         watch=TauWatch(job.tau_alarm_ratio),
+        saver=Saver(control),
         init_from=find_initial(job, config, workspace, log) if resume is None else None,
     )
     if resuming:

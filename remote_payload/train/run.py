@@ -24,6 +24,7 @@ from remote_payload.train.evaluation import Evaluation, Report
 from remote_payload.train.features import FeatureCache, Features
 from remote_payload.train.metrics import Progress, Statistics
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
+from remote_payload.train.saver import Saver
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import Target
 
@@ -75,6 +76,7 @@ class Run:
     checkpoints: CheckpointIndex
     contract: Contract
     watch: TauWatch
+    saver: Saver
     init_from: Path | None = None
     """The released drafter whose weights the run begins with."""
     resume_from: Path | None = None

@@ -1,12 +1,22 @@
 """Writing a checkpoint from inside a run, and saying so in the log, the events and the progress.
 
+The drafters stop for a copy into main memory and go on while a thread of its own writes, reads back and
+hashes it: 14 GB take some twenty seconds, and every evaluated step writes one. At most one copy is under way.
+On a CPU nothing is gained by that, and beside the last checkpoint nothing goes on: these are written at once.
+
 A disk that is full is no reason to lose a week: the run says so, keeps its older checkpoints and trains on.
 Only when no step follows that could be saved later does it end the run.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint import SaveError
@@ -19,21 +29,48 @@ _COUNT_S = 5.0
 
 
 def save(run: Run, replica: Replica, step: int, *, last: bool, awaited: bool) -> None:
-    """Write the checkpoint of `step`; called by the leading replica, between two steps.
+    """Save `step`; called by the leading replica, between two steps.
 
     `last`: no step follows; `awaited`: an evaluation of this step does. Raises SaveError when it fails and is
     the last.
     """
     start = time.perf_counter()
+    run.saver.wait()
     _wait_for_counts(run, step)
+    weights, training = replica.weights.named(replica.weights.values), replica.optimizer.state()
+    beside = not last and goes_beside(replica.device)
+    if beside:
+        weights, training = checkpoint.on_host(weights), checkpoint.on_host(training)
+    write = functools.partial(
+        _write, run, step, weights, training, record_of(run, step), awaited=awaited, last=last, began=start
+    )
+    if beside:
+        run.saver.submit(functools.partial(write, waited=time.perf_counter() - start))
+    else:
+        write(waited=None)
+
+
+def goes_beside(device: torch.device) -> bool:
+    """Whether a drafter on `device` trains on while its checkpoint is written."""
+    return device.type != "cpu"
+
+
+def _write(
+    run: Run,
+    step: int,
+    weights: Mapping[str, Tensor],
+    training: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    *,
+    awaited: bool,
+    last: bool,
+    began: float,
+    waited: float | None,
+) -> None:
+    """Write what was collected. `waited`: seconds the drafters stood still; None: for all of it."""
     try:
         path = run.checkpoints.save(
-            step,
-            config=run.config,
-            weights=replica.weights.named(replica.weights.values),
-            training=replica.optimizer.state(),
-            record=record_of(run, step),
-            awaited=awaited,
+            step, config=run.config, weights=weights, training=training, record=record, awaited=awaited
         )
     except SaveError as error:
         kept = f"the newest is {run.saved.name}" if run.saved else "there is none yet"
@@ -45,13 +82,21 @@ def save(run: Run, replica: Replica, step: int, *, last: bool, awaited: bool) ->
         run.log(f"{line}; training goes on")
         return
     run.saved = path
-    size, seconds = checkpoint.size_of(path), time.perf_counter() - start
+    size, seconds = checkpoint.size_of(path), time.perf_counter() - began
     run.progress.update(
         checkpoint={"step": step, "t": round(time.time(), 3)}, checkpoint_error=run.checkpoints.problem
     )
     name = str(path.relative_to(run.run_dir))
-    run.events.write("checkpoint", step=step, path=name, bytes=size, seconds=round(seconds, 3))
-    run.log(f"Checkpoint {name} ({size / 2**20:.0f} MiB, {seconds:.1f} s)")
+    run.events.write(
+        "checkpoint",
+        step=step,
+        path=name,
+        bytes=size,
+        seconds=round(seconds, 3),
+        waited_s=round(seconds if waited is None else waited, 3),
+    )
+    stood = "" if waited is None else f", of which the drafters waited {waited:.1f} s"
+    run.log(f"Checkpoint {name} ({size / 2**20:.0f} MiB, {seconds:.1f} s{stood})")
     if run.checkpoints.problem:
         run.log(f"Checkpoints: {run.checkpoints.problem}")
 

@@ -12,6 +12,7 @@ from remote_payload.train.run import Run
 def judge(run: Run, report: Report) -> None:
     """Note the best checkpoint and the alarm, as events, in the progress and in the log."""
     step, tau = int(report.record["step"]), report.tau
+    run.saver.wait()  # its checkpoint may still be under way
     stands = run.checkpoints.evaluated(step, report.record)
     if stands and (run.best is None or tau >= run.best.tau):
         run.best = Best(step, tau)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from remote_payload import rundir
-from remote_payload.train import checkpoint
+from remote_payload.train import checkpoint, checkpoint_index
 from tests.payload.trial import Trial
 
 pytestmark = pytest.mark.slow
@@ -105,3 +106,52 @@ def say_taus(taus: dict[int, float]) -> None:
         return Report(tau=tau, record={**report.record, "tau": tau}, not_lossless=())
 
     Evaluation.run = run_and_say  # type: ignore[method-assign]
+
+
+def beside_and_slow(failing: tuple[int, ...] = ()) -> None:
+    """As on a GPU: written beside training, and by a disk slower than a few steps."""
+    from remote_payload.train import evaluating, saving
+
+    vars(saving)["goes_beside"] = lambda _device: True
+    vars(evaluating)["MOST_WAITING"] = 99
+    full_at(*failing)
+    write = checkpoint._write
+
+    def write_slowly(folder: Path, step: int, *rest: Any) -> None:
+        time.sleep(0.2)
+        write(folder, step, *rest)
+
+    vars(checkpoint)["_write"] = write_slowly
+
+
+def test_what_is_written_beside_training_is_of_its_own_step_and_known_before_its_verdict(
+    tmp_path: Path,
+) -> None:
+    changes: dict[str, Any] = {"steps": 24, "eval_every": 6, "checkpoint_every": 6, "checkpoint_keep": 9}
+    once = Trial(tmp_path, "once", **changes)
+    assert once.fork() == 0, once.log
+    beside = Trial(tmp_path, "beside", **changes)
+    assert beside.fork(beside_and_slow) == 0, beside.log
+    assert names(beside) == ["index.json", "step-12", "step-18", "step-24", "step-6"]
+    for step in (6, 12, 18, 24):
+        assert checkpoint.damage(checkpoint.folder_of(beside.run_dir, step)) is None
+        for file in ("model", "training"):
+            for name, value in once.tensors(step, file).items():
+                assert beside.tensors(step, file)[name].equal(value), f"{step} {name}"
+    events = beside.events("checkpoint")
+    assert [event["step"] for event in events] == [6, 12, 18, 24]
+    assert events[0]["waited_s"] < 0.1 < events[0]["seconds"]
+    assert events[-1]["waited_s"] == events[-1]["seconds"]
+    assert [event["step"] for event in beside.events("eval")] == [0, 6, 12, 18, 24]
+    best = checkpoint_index.best_of(checkpoint_index.entries(beside.run_dir))
+    assert best is not None and beside.exit["best_step"] == best.step
+
+
+def test_a_full_disk_beside_training_is_said_too_and_the_last_one_still_counts(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, steps=12, checkpoint_every=3, held_out="", checkpoint_keep=9)
+    assert trial.fork(functools.partial(beside_and_slow, (6,))) == 0, trial.log
+    assert [event["step"] for event in trial.events("checkpoint_failed")] == [6]
+    assert names(trial) == ["index.json", "step-12", "step-3", "step-9"]
+    failed = Trial(tmp_path, "failed", steps=6, checkpoint_every=3, held_out="")
+    assert failed.fork(functools.partial(beside_and_slow, (6,))) == 1
+    assert "SaveError" in failed.exit["error"] and names(failed) == ["index.json", "step-3"]

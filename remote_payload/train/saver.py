@@ -1,0 +1,31 @@
+"""The thread that writes checkpoints beside training; `saving.py` says when it is used."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+
+from remote_payload.train.run_control import RunControl
+
+
+class Saver:
+    """The thread that writes checkpoints beside training, one at a time."""
+
+    def __init__(self, control: RunControl) -> None:
+        self._control = control
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "saver")
+        self._writing: concurrent.futures.Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises Aborted, or whatever writing raised."""
+        while self._writing is not None:
+            self._control.check()
+            with contextlib.suppress(TimeoutError):
+                self._writing.result(timeout=0.5)
+                return
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Have `write` done beside training, after what is being written now."""
+        self.wait()
+        self._writing = self._pool.submit(write)
