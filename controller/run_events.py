@@ -159,7 +159,8 @@ def _alarm(r: Record) -> Line:
 
 
 def _unusable(r: Record) -> Line:
-    return Level.WARNING, f"sample {_count(r, 'sample')} is left out: {text(r, 'reason') or '?'}"
+    sample = whole(r, "sample")
+    return Level.WARNING, f"sample {'?' if sample is None else sample} left out: {text(r, 'reason') or '?'}"
 
 
 def _nonfinite(r: Record) -> Line:

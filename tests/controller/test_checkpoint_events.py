@@ -36,6 +36,12 @@ NOW = 1_700_000_000.0
         ),
         ({"kind": "alarm"}, Level.BAD, "alarm at step ?: ?"),
         (
+            {"kind": "unusable", "sample": 10405, "reason": "ids outside the vocabulary"},
+            Level.WARNING,
+            "sample 10405 left out: ids outside the vocabulary",
+        ),
+        ({"kind": "unusable"}, Level.WARNING, "sample ? left out: ?"),
+        (
             {"kind": "resume", "from_step": 400, "path": "checkpoints/step-400"},
             Level.INFO,
             "going on from checkpoints/step-400",
