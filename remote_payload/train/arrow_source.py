@@ -43,6 +43,7 @@ class Shard:
         try:
             with path.open("rb") as file:
                 self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._pages.madvise(mmap.MADV_RANDOM)  # offsets lie apart: reading ahead would read everything
         except ValueError as error:  # what mmap says of a file without a byte
             raise DataError(f"{path}: is empty; write it again") from error
         except OSError as error:
@@ -58,17 +59,25 @@ class Shard:
             raise DataError(
                 f"{path}: is no complete Arrow IPC file or stream ({error}); write it again"
             ) from error
-        self.forget()
+        self._forget()
 
     def stream(self) -> Iterator[pa.RecordBatch]:
         """The record batches one after the other, none of them kept; for what cannot be mapped."""
+        self._pages.madvise(mmap.MADV_SEQUENTIAL)
         for batch in self._read():
             yield batch
-            self.forget()
+            self._forget()
 
-    def forget(self) -> None:
-        """Give back the pages read so far, which count as this process's memory; they are mapped again
-        when they are touched."""
+    def indexed(self) -> None:
+        """Note that offsets were read and samples come next: what lies near one will be wanted too."""
+        self._forget()
+        self._pages.madvise(mmap.MADV_NORMAL)
+
+    def _forget(self) -> None:
+        """Give back the pages read so far, which count as this process's memory.
+
+        They are mapped again when they are touched.
+        """
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def _reader(self) -> Any:

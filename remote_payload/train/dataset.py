@@ -92,7 +92,7 @@ class Dataset:
                 raise DataError(f"{shard.path}: has other columns than {shards[0].path.name}; write it again")
             if shard.batches:
                 parts.append(self._index(shard))
-            shard.forget()
+            shard.indexed()
         if not parts:
             raise DataError(f"{path}: holds no samples; write some, e.g. with remote_payload.tools.prepare")
         lengths, answers, nulls = zip(*parts, strict=True)

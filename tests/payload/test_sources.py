@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -124,6 +125,20 @@ def test_samples_come_back_as_written_from_every_source(tmp_path: Path, source: 
         assert dataset.ids(number).tolist() == sample
         assert dataset.supervised(number).tolist() == [place >= prompt for place in range(len(sample))]
     assert dataset.texts("kind") == ["even" if number % 2 else "odd" for number in range(23)]
+
+
+def test_a_folder_that_hugging_faces_own_library_saved_is_read() -> None:
+    """`Dataset.from_dict({"input_ids", "loss_mask", "kind"}).save_to_disk(..., num_shards=3)`, datasets 5.2.0."""
+    dice = random.Random(5)
+    samples = [[dice.randrange(2, 96) for _ in range(dice.randrange(5, 30))] for _ in range(25)]
+    dataset = Dataset.open(Path(__file__).parent / "data" / "saved_by_datasets")
+    assert len(dataset.files) == 3
+    assert [dataset.ids(number).tolist() for number in range(25)] == samples
+    assert all(
+        dataset.supervised(number).tolist() == [place >= 3 for place in range(len(sample))]
+        for number, sample in enumerate(samples)
+    )
+    assert dataset.texts("kind") == ["a" if number % 2 else "b" for number in range(25)]
 
 
 @pytest.mark.parametrize("source", SOURCES)
