@@ -102,6 +102,7 @@ app.command("exec", context_settings=places.REST)(places.exec_)
 app.command(context_settings=places.REST)(places.python)
 app.command()(places.gpus)
 app.command()(places.doctor)
+app.command()(places.setup)
 
 
 def main(arguments: list[str] | None = None) -> int:

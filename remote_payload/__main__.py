@@ -44,6 +44,12 @@ def _gpus(workspace: str, every: str = "") -> int:
     return list_gpus(Path(workspace), float(every) if every else None)
 
 
+def _setup() -> int:
+    from remote_payload.venv_setup import main as setup
+
+    return setup()
+
+
 def _start(workspace: str, run_id: str) -> int:
     from remote_payload.rundir import decode
     from remote_payload.start import StartError, start
@@ -114,6 +120,14 @@ def _send(run_dir: str) -> int:
     return send(Path(run_dir))
 
 
+def _log_status(path: str) -> int:
+    from remote_payload.log_file import log_status
+
+    answer = log_status(Path(path))
+    _answer(answer)
+    return 0 if answer["ok"] else 1
+
+
 def _control(run_dir: str, request: str) -> int:
     from remote_payload.control import ControlError, place_request
 
@@ -146,11 +160,13 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "preflight": (_preflight, "[WORKSPACE] [QUESTION]"),
     "gpu-use": (_gpu_use, "WORKSPACE"),
     "gpus": (_gpus, "WORKSPACE [SECONDS]"),
+    "setup": (_setup, ""),
     "start": (_start, "WORKSPACE RUN_ID"),
     "resume": (_resume, "RUN_DIR"),
     "supervise": (_supervise, "RUN_DIR"),
     "feed": (_feed, "RUN_DIR NONCE"),
     "feed-log": (_feed_log, "FILE NONCE"),
+    "log-status": (_log_status, "FILE"),
     "send": (_send, "RUN_DIR"),
     "control": (_control, "RUN_DIR REQUEST"),
     "runs": (_runs, "WORKSPACE"),

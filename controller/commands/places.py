@@ -1,4 +1,4 @@
-"""The commands about a place itself: `exec`, `python`, `gpus`, `doctor`."""
+"""The commands about a place itself: `exec`, `python`, `gpus`, `doctor`, `setup`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from controller.commands.options import (
     UserOption,
     chosen_host,
     say,
+    show_upload,
 )
 from controller.errors import PayloadEnvironmentError, UsageError
 
@@ -163,3 +164,39 @@ def doctor(
     report = look_at(chosen, checked, accept_new_host_key=accept_new_host_key)
     print(json.dumps(report.to_json()) if as_json else print_report(report))
     return report.exit_code
+
+
+def setup(
+    host: HostOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done; contact nobody.")
+    ] = False,
+    as_json: JsonOption = False,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Make or mend a place's virtual environment, by uv where it is installed and pip elsewhere.
+
+    A venv that a running job uses is left alone; a setup that broke off is mended by the next. hosts.toml
+    may have `base_python`, `index` and, for a place without internet, `wheels`: a folder of wheels there.
+
+    \b
+    dflashctl setup --host gpubox
+    dflashctl setup --host gpubox --dry-run
+    """
+    from controller.ship import pack
+    from controller.venv import plan, set_up
+
+    chosen = chosen_host(host, kind, container, user, port)
+    if dry_run:
+        print(plan(chosen))
+        return 0
+    done = set_up(chosen, pack(), say, accept_new_host_key=accept_new_host_key, progress=show_upload)
+    versions = ", ".join(f"{name} {version}" for name, version in done["packages"].items())
+    say(f"{chosen.name}: {chosen.venv} {'is ready' if done['changed'] else 'was whole already'}: {versions}")
+    if as_json:
+        print(json.dumps({"host": chosen.name, "venv": chosen.venv, **done}))
+    return 0
