@@ -280,7 +280,7 @@ class Progress:
             self._ema_sum, self._ema_weight = state["ema"]
             for bucket, counted in zip(self.buckets, state["buckets"], strict=True):
                 for name in _COUNTED_BY_BUCKET:
-                    setattr(bucket, name, counted[name])
+                    setattr(bucket, name, counted.get(name, getattr(bucket, name)))
             self.values |= {name: state["values"].get(name) for name in _CARRIED_ON}
 
     def snapshot(self) -> dict[str, Any]:

@@ -31,6 +31,9 @@ from remote_payload.train.run import Log, Run
 
 _EVALUATION = b'"eval"'
 
+FORMAT = 1
+"""Of `training.json` and the tensors beside it; raise it when an older one cannot be continued."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resume:
@@ -72,6 +75,7 @@ def find_resume(run_dir: Path, log: Log) -> Resume | None:
 def record_of(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint of `step` says of the run besides its tensors."""
     return {
+        "format": FORMAT,
         "step": step,
         "sequence": step * run.rows_per_step,
         "steps": run.steps,
@@ -87,10 +91,14 @@ def record_of(run: Run, step: int) -> dict[str, Any]:
 
 def check_resume(resume: Resume, contract: Contract, steps: int) -> None:
     """Refuse a checkpoint of something else, or of a later step than the run has. Raises JobError."""
-    then = resume.record.get("contract")
-    if not isinstance(then, Mapping):
-        raise JobError(f"{resume.path / checkpoint.RECORD}: has no contract; another version wrote it")
-    check_contract(then, contract, resume.path)
+    written = resume.record.get("format")
+    if written != FORMAT:
+        raise JobError(
+            f"{resume.path / checkpoint.RECORD}: is of format {written}, and this version goes on from"
+            f" {FORMAT} alone; resume with the version that wrote it, or launch a new run with init_from for"
+            " the weights"
+        )
+    check_contract(resume.record["contract"], contract, resume.path)
     if resume.step > steps:
         raise JobError(
             f"steps = {steps}, but {resume.path} is of step {resume.step}; set steps to {resume.step} or more"
@@ -131,12 +139,13 @@ def take_up(run: Run, resume: Resume) -> None:
     )
     if run.reports:
         run.progress.update(tau=round(run.reports[-1].tau, 4), tau_step=run.reports[-1].record["step"])
-    best = run.checkpoints.best()
-    known = [Best(**record["best"])] if record["best"] else []
-    known += [Best(best.step, best.tau)] if best is not None and best.tau is not None else []
-    if known:
-        run.best = max(known, key=lambda each: (each.tau, each.step))
-        run.progress.update(best={"step": run.best.step, "tau": round(run.best.tau, 4)})
+    standing = run.checkpoints.best()
+    if standing is not None and standing.tau is not None:  # also one that was judged after `resume` was saved
+        run.best = Best(standing.step, standing.tau)
+    elif record["best"]:
+        run.best = Best(**record["best"])
+    if run.best:
+        run.progress.update(best=dataclasses.asdict(run.best))
 
 
 def restore(replica: Replica, path: Path) -> None:

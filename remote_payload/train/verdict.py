@@ -11,19 +11,21 @@ from remote_payload.train.run import Run
 
 def judge(run: Run, report: Report) -> None:
     """Note the best checkpoint and the alarm, as events, in the progress and in the log."""
-    step, tau = int(report.record["step"]), report.tau
+    step, tau = int(report.record["step"]), float(report.record["tau"])  # rounded, as it is kept
     run.saver.wait()  # its checkpoint may still be under way
     stands = run.checkpoints.evaluated(step, report.record)
     if stands and (run.best is None or tau >= run.best.tau):
         run.best = Best(step, tau)
-        run.progress.update(best={"step": step, "tau": round(tau, 4)})
-        run.events.write("best", step=step, tau=round(tau, 4), path=f"checkpoints/step-{step}")
+        run.progress.update(best={"step": step, "tau": tau})
+        run.events.write("best", step=step, tau=tau, path=f"checkpoints/step-{step}")
         run.log(f"Best so far: tau {tau:.3f} at step {step}")
     if run.checkpoints.problem:
         run.log(f"Checkpoints: {run.checkpoints.problem}")
+    compared = run.watch.estimate(step) is not None
     alarm = run.watch.judge(step, tau)
     raised: dict[str, Any] | None = {"reason": "not_lossless", "step": step} if report.not_lossless else None
-    run.progress.update(alarm=raised if alarm is None else alarm.record())
+    if compared or raised:  # a resumed run's first evaluation has no estimate, and takes no warning back
+        run.progress.update(alarm=raised if alarm is None else alarm.record())
     if alarm is not None:
         run.events.write("alarm", **alarm.record())
         run.log(alarm.line())
