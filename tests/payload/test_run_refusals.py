@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from remote_payload import rundir
@@ -42,6 +43,20 @@ def truncated(folder: Path) -> dict[str, Any]:
     return file_of(whole[: len(whole) // 2])(folder)
 
 
+def parquet_of(**columns: Any) -> Callable[[Path], dict[str, Any]]:
+    def write(folder: Path) -> dict[str, Any]:
+        pq.write_table(pa.table(columns), folder / "bad.parquet")
+        return {"dataset": str(folder / "bad.parquet")}
+
+    return write
+
+
+def dataset_dict(folder: Path) -> dict[str, Any]:
+    (folder / "all").mkdir()
+    (folder / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return {"dataset": str(folder / "all")}
+
+
 def held_out_of(**columns: Any) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: {"held_out": table(folder / "bad.arrow", **columns)}
 
@@ -51,6 +66,8 @@ def of(**changes: Any) -> Callable[[Path], dict[str, Any]]:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "dataset dict": (dataset_dict, r"all: is a DatasetDict with the splits train, test; name one of them"),
+    "parquet without ids": (parquet_of(tokens=[[1]]), r"bad\.parquet: no column 'input_ids'"),
     "missing dataset": (of(dataset="nowhere.arrow"), r"nowhere\.arrow: there is no such file"),
     "empty file": (file_of(b""), r"bad\.arrow"),
     "no arrow": (file_of(b"hello " * 50), r"bad\.arrow: is no complete Arrow IPC file"),

@@ -128,7 +128,7 @@ def test_samples_come_back_as_written_from_every_source(tmp_path: Path, source: 
 
 
 def test_a_folder_that_hugging_faces_own_library_saved_is_read() -> None:
-    """`Dataset.from_dict({"input_ids", "loss_mask", "kind"}).save_to_disk(..., num_shards=3)`, datasets 5.2.0."""
+    """Written by `Dataset.from_dict(...).save_to_disk(..., num_shards=3)` of datasets 5.2.0."""
     dice = random.Random(5)
     samples = [[dice.randrange(2, 96) for _ in range(dice.randrange(5, 30))] for _ in range(25)]
     dataset = Dataset.open(Path(__file__).parent / "data" / "saved_by_datasets")
