@@ -18,16 +18,16 @@ import typer
 import typer.core
 
 from controller.commands import control, launch, places, pull, watch
-from controller.commands.options import say
 from controller.errors import (
     INTERNAL_EXIT_CODE,
     DflashctlError,
     InterruptedByUser,
     UsageError,
 )
+from controller.narration import Loudness, explain, say, set_loudness
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Sequence
 
 BROKEN_PIPE = 141
 """Exit code when stdout's reader has gone (128 + SIGPIPE), as of any filter."""
@@ -61,12 +61,19 @@ app = typer.Typer(
 def start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say only warnings and errors. With every command.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say also what is run elsewhere. With every command.")
+    ] = False,
 ) -> None:
     """Train DFlash drafters on a GPU box: launch a run, follow it, know how it is.
 
     \b
     dflashctl launch --host gpubox --follow
     dflashctl tui
+    dflashctl -q launch --host gpubox --json
 
     \b
     Exit codes, when not 0: 1 to 63 the trainer's own, 128 + n killed by signal n, and
@@ -75,6 +82,10 @@ def start(
     76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled,
     99 a defect, 141 nobody reads stdout.
     """
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose exclude each other")
+    if quiet or verbose:
+        set_loudness(Loudness.QUIET if quiet else Loudness.VERBOSE)
     if version:
         from controller import __version__
 
@@ -107,8 +118,9 @@ app.command()(places.setup)
 
 def main(arguments: list[str] | None = None) -> int:
     """The entry point: run one command and return its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        result = app(args=arguments, prog_name="dflashctl", standalone_mode=False)
+        result = app(args=loudness_first(given), prog_name="dflashctl", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except DflashctlError as error:
@@ -124,11 +136,32 @@ def main(arguments: list[str] | None = None) -> int:
         return _defect(error)
 
 
+def loudness_first(words: Sequence[str]) -> list[str]:
+    """`words` with `--quiet` and `--verbose` in front, wherever they stood: they are of every command.
+
+    Words behind `--`, and all that follow `exec` and `python`, are somebody else's.
+    """
+    front: list[str] = []
+    rest: list[str] = []
+    ours = True
+    for word in words:
+        if ours and word in _LOUDNESS:
+            front.append(word)
+            continue
+        ours = ours and word not in ("--", "exec", "python")
+        rest.append(word)
+    return [*front, *rest]
+
+
+_LOUDNESS = ("--quiet", "-q", "--verbose", "-v")
+
+
 def _fail(error: DflashctlError) -> int:
     if isinstance(error, InterruptedByUser):
         print(file=sys.stderr)
         say(error.message)
         return error.exit_code
+    explain(error)
     say(f"error: {error.message}")
     for line in error.hint.splitlines():
         say(f"hint: {line}")

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from controller.errors import InventoryError, UsageError
+from controller.hosts_file import find_file
 
 Kind = Literal["local", "ssh", "proxmox"]
 BUILT_IN = "the built-in places"
@@ -119,24 +120,6 @@ class Inventory(NamedTuple):
     default: str
     hosts: dict[str, Host]
     env: dict[str, str]
-
-
-def find_file() -> Path | None:
-    """The hosts.toml that counts, or None. Raises InventoryError when $DFLASHCTL_HOSTS has none."""
-    named = os.environ.get("DFLASHCTL_HOSTS")
-    if named:
-        if not Path(named).is_file():
-            raise InventoryError(
-                f"{named}: there is no such file", "DFLASHCTL_HOSTS names it; mend or unset that."
-            )
-        return Path(named)
-    configuration = os.environ.get("XDG_CONFIG_HOME", "")
-    if not configuration.startswith("/"):
-        configuration = str(Path.home() / ".config")
-    for path in (Path("hosts.toml"), Path(configuration) / "dflashctl" / "hosts.toml"):
-        if path.is_file():
-            return path
-    return None
 
 
 def load() -> Inventory:

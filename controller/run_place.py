@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from controller import paths
 from controller.errors import LocalStateError
 from controller.inventory import Host
+from controller.narration import detail
 from controller.place import Completed, Place
 from controller.timing import SCALE_VARIABLE, Timing
 from remote_payload import rundir
@@ -36,6 +37,8 @@ class RunPlace(BaseModel):
     created: float
     """Unix seconds of the laptop."""
     job_name: str
+    log_path: str | None = None
+    """Of a log that is no run's: the file's path in the place; `run_dir` is its folder then."""
 
     @classmethod
     def read(cls, directory: Path) -> RunPlace:
@@ -65,7 +68,9 @@ def payload_argv(place: Place, payload_dir: str, command: Sequence[str]) -> list
 
 def payload_command(place: Place, payload_dir: str, command: Sequence[str], stdin: bytes = b"") -> Completed:
     """Run a short command of the payload. Raises what `Place.run` raises."""
-    return place.run(payload_argv(place, payload_dir, command), stdin=stdin, timeout=COMMAND_S)
+    argv = payload_argv(place, payload_dir, command)
+    detail(place.description.command_line(*argv))
+    return place.run(argv, stdin=stdin, timeout=COMMAND_S)
 
 
 def answer_of(done: Completed) -> tuple[Mapping[str, Any], str]:

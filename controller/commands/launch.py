@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller import completion
 from controller.commands.options import (
     AcceptOption,
     ContainerOption,
     HostOption,
+    JsonOption,
     KindOption,
     PortOption,
     UserOption,
@@ -21,6 +24,7 @@ from controller.commands.watch import follow_to_stdout
 
 if TYPE_CHECKING:
     from controller.inventory import Host
+    from controller.launch import LaunchedRun
 
 
 ChangesOption = Annotated[
@@ -42,7 +46,13 @@ def with_restart(changes: list[str] | None, restart: str | None) -> list[str]:
 def launch(
     host: HostOption = None,
     job: Annotated[
-        str, typer.Option("--job", metavar="NAME|FILE", help="A job of the payload by name, or a TOML file.")
+        str,
+        typer.Option(
+            "--job",
+            metavar="NAME|FILE",
+            help="A job of the payload by name, or a TOML file.",
+            autocompletion=completion.jobs,
+        ),
     ] = "demo",
     changes: ChangesOption = None,
     restart: RestartOption = None,
@@ -56,6 +66,7 @@ def launch(
     user: UserOption = None,
     port: PortOption = None,
     accept_new_host_key: AcceptOption = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Ship the payload to a place and start a job there, detached.
 
@@ -84,7 +95,7 @@ def launch(
         accept_new_host_key=accept_new_host_key,
         force=force,
     )
-    print(run.run_id, flush=True)
+    print(json.dumps(launch_record(run, chosen)) if as_json else run.run_id, flush=True)
     if not follow:
         say(f"follow it: dflashctl tui {run.run_id}   or: dflashctl logs --follow {run.run_id}")
         return 0
@@ -94,6 +105,18 @@ def launch(
     for what in ("tui", "status", "logs"):
         say(f"look at it: dflashctl {what} {run.run_id}")
     return code
+
+
+def launch_record(run: LaunchedRun, host: Host) -> dict[str, str]:
+    """What `launch --json` prints."""
+    return {
+        "run": run.run_id,
+        "place": host.name,
+        "host": host.address,
+        "run_dir": run.run_dir,
+        "payload": run.digest,
+        "directory": str(run.local_dir),
+    }
 
 
 def _print_dry_run(host: Host, name: str, job: str) -> None:

@@ -10,18 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller import completion
 from controller.errors import UsageError
+from controller.narration import is_quiet, say
 
 if TYPE_CHECKING:
     from controller.inventory import Host
 
+__all__ = ["say"]  # narration, for the commands
+
 Run = Annotated[
-    str | None, typer.Argument(help="The run's id, or its beginning. The newest run if not given.")
+    str | None,
+    typer.Argument(
+        help="The run's id, or its beginning. The newest run if not given.", autocompletion=completion.runs
+    ),
 ]
 HostOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--host", metavar="PLACE", help="Place of hosts.toml, by name or address. Its `default` if not given."
+        "--host",
+        metavar="PLACE",
+        help="Place of hosts.toml, by name or address. Its `default` if not given.",
+        autocompletion=completion.places,
     ),
 ]
 KindOption = Annotated[
@@ -58,13 +68,8 @@ def chosen_host(
     return choose(wanted[0] if wanted else None, kind=kind, container=container, user=user, port=port)
 
 
-def say(text: str) -> None:
-    """One line of narration."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def show_upload(sent: int, total: int) -> None:
     """Show the upload of a payload, on a terminal alone."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_quiet():
         end = "\r" if sent < total else "\r\033[K"
         print(f"sending {sent >> 10} of {total >> 10} KiB", end=end, file=sys.stderr, flush=True)

@@ -10,16 +10,24 @@ from typing import Annotated
 
 import typer
 
+from controller import completion
 from controller.commands.options import JsonOption, say
-
-WHAT = ("log", "events", "crash", "checkpoints", "checkpoints/best", "checkpoints/last", "exports", "all")
+from controller.narration import is_quiet
 
 
 def pull(
-    run: Annotated[str, typer.Argument(help="The run's id, or its beginning; `-` for the newest run.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The run's id, or its beginning; `-` for the newest run.", autocompletion=completion.runs
+        ),
+    ],
     what: Annotated[
         list[str] | None,
-        typer.Argument(help=f"{', '.join(WHAT)}, checkpoints/step-N, exports/NAME. Nothing: list."),
+        typer.Argument(
+            help=f"{', '.join(completion.WHAT)}, checkpoints/step-N, exports/NAME. Nothing: list.",
+            autocompletion=completion.what,
+        ),
     ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="Folder for the files. [./RUN]")
@@ -77,7 +85,7 @@ class _Meter:
         """Show that `here` of `total` bytes are here, `file` being on its way."""
         now = time.monotonic()
         self._first = here if self._first is None else self._first
-        if not sys.stderr.isatty() or (now - self._shown < 0.2 and here < total):
+        if is_quiet() or not sys.stderr.isatty() or (now - self._shown < 0.2 and here < total):
             return
         self._shown = now
         pace = (here - self._first) / max(now - self._begun, 1e-3)

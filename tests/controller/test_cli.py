@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.cli import app, loudness_first
 from tests.dflashctl import ROOT, command, dflashctl, environment
 
 JOB = 'target = "/nonexistent/model"\ndataset = "none.arrow"\nmask_token_id = 1\n'
@@ -27,23 +29,111 @@ def job(tmp_path: Path) -> str:
     return str(tmp_path / "mine.toml")
 
 
-def test_help_names_every_command_and_starts_without_heavy_imports(env: dict[str, str]) -> None:
-    done = dflashctl("--help", env=env)
-    assert done.returncode == 0
-    for name in ("launch", "logs", "status", "stop", "tui", "runs"):
-        assert f"  {name} " in done.stdout
-        own = dflashctl(name, "-h", env=env)
-        assert own.returncode == 0
-        assert f"dflashctl {name}" in own.stdout.partition("Options:")[0].partition("\n")[2], name
-    modules = subprocess.run(
-        [sys.executable, "-X", "importtime", *command("--help")[1:]],
+COMMANDS = sorted(
+    info.name or info.callback.__name__ for info in app.registered_commands if info.callback is not None
+)
+HEAVY = ("paramiko", "fabric", "textual", "torch", "rich", "controller.inventory")  # typer needs pydantic
+    "paramiko",
+    "fabric",
+    "textual",
+    "torch",
+    "rich",
+    "controller.inventory",
+)  # typer itself has pydantic
+
+
+def imported(env: dict[str, str], *arguments: str) -> tuple[str, list[str]]:
+    """What a command prints, and which heavy modules it imports."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command(*arguments)[1:]],
         env=environment(env),
         capture_output=True,
         text=True,
-        check=True,
-    ).stderr
-    for heavy in ("paramiko", "fabric", "textual", "pydantic", "torch", "rich"):
-        assert f" {heavy}\n" not in modules, heavy
+    )
+    return done.stdout, [heavy for heavy in HEAVY if f" {heavy}\n" in done.stderr]
+
+
+def test_help_names_every_command_and_starts_without_heavy_imports(env: dict[str, str]) -> None:
+    done = dflashctl("--help", env=env)
+    assert done.returncode == 0
+    assert {"launch", "logs", "status", "stop", "tui", "runs", "resume", "pull", "watch"} <= set(COMMANDS)
+    for name in COMMANDS:
+        assert f"  {name} " in done.stdout
+    assert imported(env, "--help")[1] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_commands_help_has_an_example_and_starts_without_heavy_imports(
+    env: dict[str, str], name: str
+) -> None:
+    page, heavy = imported(env, name, "-h")
+    usage, _, text = page.partition("Options:")[0].partition("\n\n")
+    assert usage.strip().startswith(f"Usage: dflashctl {name}")
+    assert re.search(rf"^  dflashctl {name}\b", text, re.MULTILINE), "an example"
+    assert heavy == []
+
+
+def completed(env: dict[str, str], line: str) -> list[str]:
+    """What bash is offered at the end of `line`."""
+    words = line.split(" ")
+    told = {"_DFLASHCTL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = dflashctl(env=env | told)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_runs_places_jobs_and_what_to_pull(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    for number, run in enumerate(("demo-1130-aaaa", "demo-1130-bbbb", "other-1130-cccc")):
+        folder = tmp_path / "state" / "dflashctl" / "runs" / run / "local"
+        folder.mkdir(parents=True)
+        (folder / "place.json").write_text(json.dumps({"created": number, "job_name": "demo"}))
+    hosts = tmp_path / "hosts.toml"
+    hosts.write_text('[places.gpubox]\nkind = "ssh"\naddress = "10.1.2.6"\n[places.other]\nkind = "local"\n')
+    known = env | {"DFLASHCTL_HOSTS": str(hosts)}
+    assert {"launch", "logs"} <= set(completed(known, "dflashctl l"))
+    assert completed(known, "dflashctl logs demo") == ["demo-1130-bbbb", "demo-1130-aaaa"]
+    assert completed(known, "dflashctl pull other") == ["other-1130-cccc"]
+    assert completed(known, "dflashctl pull other-1130-cccc checkpoints/b") == ["checkpoints/best"]
+    assert completed(known, "dflashctl launch --host g") == ["gpubox"]
+    assert completed(known, "dflashctl launch --job dem") == ["demo"]
+    hosts.write_text("[[")
+    assert completed(known, "dflashctl launch --host g") == []
+    told = {"_DFLASHCTL_COMPLETE": "complete_bash", "COMP_WORDS": "dflashctl logs ", "COMP_CWORD": "2"}
+    assert imported(known | told)[1] == []
+
+
+def test_quiet_and_verbose_may_stand_anywhere_before_somebody_elses_words() -> None:
+    assert loudness_first(["launch", "--job", "x", "-q"]) == ["-q", "launch", "--job", "x"]
+    assert loudness_first(["--verbose", "exec", "-v", "--", "ls"]) == ["--verbose", "exec", "-v", "--", "ls"]
+    assert loudness_first(["pull", "--", "-q"]) == ["pull", "--", "-q"]
+
+
+def test_quiet_leaves_data_and_errors_and_verbose_adds_what_is_run_elsewhere(
+    env: dict[str, str], job: str
+) -> None:
+    quiet = dflashctl("launch", "--job", job, "--quiet", "--json", env=env)
+    assert quiet.returncode == 0
+    assert all(line.startswith("warning: ") for line in quiet.stderr.splitlines())
+    run = json.loads(quiet.stdout)["run"]
+    dflashctl("logs", "--follow", run, env=env)
+    verbose = dflashctl("-v", "resume", run, env=env)
+    assert verbose.returncode == 0, verbose.stderr
+    assert re.search(r"^\+ .*remote_payload resume /", verbose.stderr, re.MULTILINE)
+    refused = dflashctl("resume", run, "--set", "seed=3", "-q", env=env)
+    assert refused.returncode == 64
+    assert [line.split(":")[0] for line in refused.stderr.splitlines()] == ["error", "hint"]
+    both = dflashctl("-q", "-v", "runs", env=env)
+    assert (both.returncode, "exclude each other" in both.stderr) == (64, True)
+    dflashctl("logs", "--follow", run, env=env)
+
+
+def test_nothing_is_coloured_with_or_without_no_color(env: dict[str, str]) -> None:
+    for extra in ({}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}):
+        for arguments in (["--help"], ["launch", "--hots"]):
+            done = dflashctl(*arguments, env=env | extra)
+            assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
@@ -67,6 +157,15 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
         (["logs"], 64, ["no run is known on this machine"]),
         (["status", "demo"], 64, ["no run 'demo': none is known"]),
         (["stop"], 64, ["no run is known on this machine"]),
+        (
+            ["launch", "--job", "JOB", "--restart", "always"],
+            64,
+            ["restart = 'always': expected one of 'never'"],
+        ),
+        (["resume"], 64, ["no run is known on this machine"]),
+        (["checkpoint", "demo"], 64, ["no run 'demo': none is known"]),
+        (["pull", "demo", "log"], 64, ["no run 'demo': none is known"]),
+        (["watch"], 64, ["no run is known on this machine"]),
         (["logs", "--tail", "-1"], 64, ["Invalid value for '--tail'"]),
     ],
 )

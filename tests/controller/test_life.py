@@ -20,6 +20,7 @@ from controller.stopping import checkpoint, stop
 from controller.watching import last_state
 from remote_payload import rundir
 from remote_payload.job import Job
+from tests.controller.test_json import documented
 from tests.controller.trainer import (
     STEPS,
     local_host,
@@ -81,6 +82,7 @@ def test_a_checkpoint_is_asked_for_waited_for_and_named(run: LaunchedRun) -> Non
     written = checkpoint(run.local_dir, limit_s=20, say=quiet)
     assert Path(str(written["path"])).is_dir()
     assert written["path"] == f"{run.run_dir}/checkpoints/step-{written['step']}"
+    assert set(written) == documented("checkpoint")
     again = checkpoint(run.local_dir, limit_s=20, say=quiet)
     assert again["step"] > written["step"]
 
@@ -102,6 +104,7 @@ def test_a_checkpoint_that_does_not_come_in_time_or_ever_is_an_error_of_its_own(
 def test_a_stop_tells_how_the_run_ended_and_a_second_one_the_same(run: LaunchedRun) -> None:
     stopped = stop(run.local_dir, grace_s=20, say=quiet)
     assert (stopped["state"], stopped["exit_code"], stopped["held"]) == ("STOPPED", 3, [])
+    assert set(stopped) == documented("stop")
     assert stop(run.local_dir, grace_s=20, say=quiet) == stopped
 
 
