@@ -395,13 +395,21 @@ def differences(before: Job, after: Job) -> list[Change]:
     """What is another if a run of the job `before` goes on as `after`, in the table's order."""
     fields = dataclasses.fields(Job)
     pairs = [(field, getattr(before, field.name), getattr(after, field.name)) for field in fields]
-    return [Change(f.name, old, new, _allowed(f, old, new)) for f, old, new in pairs if old != new]
+    devices = _as_many_rows(before, after)
+    return [
+        Change(f.name, old, new, devices if f.name in _DEVICES else f.metadata["resumable"])
+        for f, old, new in pairs
+        if old != new
+    ]
 
 
-def _allowed(field: dataclasses.Field[Any], before: Any, after: Any) -> bool:
-    if field.name == "drafters":  # other devices for as many replicas compute the same
-        return len(before) == len(after) and "auto" not in (*before, *after)
-    return bool(field.metadata["resumable"])
+_DEVICES = ("drafters", "rows_per_step")
+
+
+def _as_many_rows(before: Job, after: Job) -> bool:
+    """Whether a step has as many rows in both: then other devices, and more or fewer of them, train alike."""
+    rows = [job.rows_per_step or len(job.drafters) for job in (before, after)]
+    return rows[0] == rows[1] and "auto" not in (*before.drafters, *after.drafters)
 
 
 def resumable_keys() -> list[str]:

@@ -100,6 +100,7 @@ REFUSED: dict[str, Any] = {
     "target": "",
     "targets": ["gpu0"],
     "target_dtype": "float8",
+    "target_attention": "fast",
     "drafters": [],
     "compute_dtype": "float16",
     "dataset": "",
@@ -138,8 +139,11 @@ REFUSED: dict[str, Any] = {
     "eval_every": -1,
     "eval_prompts": 0,
     "eval_max_new_tokens": 1,
+    "eval_logit_gap": -1.0,
     "checkpoint_every": -1,
+    "tau_alarm_ratio": 0.5,
     "checkpoint_keep": 0,
+    "checkpoint_keep_every": -1,
     "crash_grace": 0.0,
     "restart": "always",
     "restart_limit": 0,
@@ -319,13 +323,20 @@ def test_a_resumed_run_may_train_longer_and_report_more_but_not_train_otherwise(
 @pytest.mark.parametrize(
     ("before", "after", "allowed"),
     [
-        (["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"], True),
-        (["cuda:0", "cuda:1"], ["cuda:2"], False),
-        (["auto"], ["cuda:0"], False),
+        ({"drafters": ["cuda:0", "cuda:1"]}, {"drafters": ["cuda:2", "cuda:3"]}, [True]),
+        ({"drafters": ["cuda:0", "cuda:1"]}, {"drafters": ["cuda:2"]}, [False]),
+        ({"drafters": ["cuda:0", "cuda:1"]}, {"drafters": ["cuda:2"], "rows_per_step": 2}, [True, True]),
+        (
+            {"drafters": ["cuda:0", "cuda:1"], "rows_per_step": 4},
+            {"drafters": ["cuda:0"], "rows_per_step": 4},
+            [True],
+        ),
+        ({"rows_per_step": 4}, {"rows_per_step": 8}, [False]),
+        ({"drafters": ["auto"]}, {"drafters": ["cuda:0"]}, [False]),
     ],
 )
-def test_as_many_replicas_on_other_devices_are_the_same_training(
-    before: list[str], after: list[str], allowed: bool
+def test_replicas_on_other_devices_are_the_same_training_while_a_step_has_as_many_rows(
+    before: dict[str, object], after: dict[str, object], allowed: list[bool]
 ) -> None:
-    jobs = [Job.from_mapping(LEAST | {"drafters": devices}, "my.toml") for devices in (before, after)]
-    assert [change.allowed for change in differences(*jobs)] == [allowed]
+    jobs = [Job.from_mapping({**LEAST, **values}, "my.toml") for values in (before, after)]
+    assert [change.allowed for change in differences(*jobs)] == allowed

@@ -336,3 +336,25 @@ def test_the_index_that_was_lost_is_made_again_from_the_folders(tmp_path: Path) 
     assert best is not None and {"step": best.step, "tau": best.tau} == before["best"]
     assert trial.exit["best_tau"] == best.tau
     assert trial.exit["best_checkpoint"] == f"checkpoints/step-{best.step}"
+
+
+def test_a_run_goes_on_with_fewer_replicas_when_a_step_keeps_its_rows(tmp_path: Path) -> None:
+    """A GPU died: the sums are added in another order, so losses agree to float32's five digits."""
+    whole = whole_run(tmp_path, drafters=["cpu"] * 2, rows_per_step=2)
+    killed = Trial(
+        tmp_path,
+        "killed",
+        steps=STEPS,
+        held_out="",
+        checkpoint_every=4,
+        drafters=["cpu"] * 2,
+        rows_per_step=2,
+    )
+    assert killed.fork(killed_after(9)) == -signal.SIGKILL
+    changed(killed, drafters=["cpu"], rows_per_step=2)
+    assert killed.fork(report_every_step, attempt=2) == 0, killed.log
+    assert killed.events("resume")[0]["from_step"] == 8
+    mine, theirs = steps_of(killed), steps_of(whole)
+    for step in range(9, STEPS + 1):
+        assert mine[step]["loss"] == pytest.approx(theirs[step]["loss"], rel=1e-4)
+    assert record(killed, STEPS)["progress"]["tokens"] == record(whole, STEPS)["progress"]["tokens"]
