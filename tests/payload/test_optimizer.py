@@ -160,7 +160,9 @@ def test_an_optimizer_that_took_over_a_state_goes_on_to_the_bit(dtype: torch.dty
     advance(second, goes_on, range(5, 9))
     for name, value in goes_through.state().items():
         assert goes_on.state()[name].equal(value), name
-    assert goes_on.read() == dataclasses.replace(goes_through.read(), bad_norm=0.0) and second.values.equal(whole.values)
+    assert goes_on.read() == dataclasses.replace(goes_through.read(), bad_norm=0.0) and second.values.equal(
+        whole.values
+    )
     assert all(goes_on.state()[name].data_ptr() == address for name, address in addresses.items())
 
 
@@ -174,16 +176,13 @@ def test_a_state_that_is_not_this_optimizers_is_refused_by_name() -> None:
         optimizer.load_state({**state, "masters": state["masters"][1:]})
 
 
-def test_a_step_is_the_same_addresses_every_time_and_reads_nothing_from_the_host_after_prepare() -> None:
+def test_prepare_and_apply_are_a_step() -> None:
     module, twin = small_module(), small_module()
-    pairs = []
-    for one in (module, twin):
-        weights = FlatWeights(one, torch.float32)
-        pairs.append((weights, Optimizer(weights, job_of())))
-    (weights, optimizer), (other, plain) = pairs
+    weights, other = FlatWeights(module, torch.float32), FlatWeights(twin, torch.float32)
+    optimizer, plain = Optimizer(weights, job_of()), Optimizer(other, job_of())
     for step in range(3):
-        for one in (weights, other):
-            give_gradient(one, random_gradients(module, step))
+        for flat in (weights, other):
+            give_gradient(flat, random_gradients(module, step))
         optimizer.prepare(2.0 + step, 0.1)
         optimizer.apply()
         plain.step(2.0 + step, 0.1)
