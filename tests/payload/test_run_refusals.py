@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from remote_payload import rundir
+from tests.payload.test_resume import report_every_step
 from tests.payload.tiny import VOCABULARY, random_samples, write_arrow
 from tests.payload.trial import Trial
 
@@ -184,6 +185,21 @@ def test_a_batch_without_a_single_anchor_is_a_step_like_any_other(tmp_path: Path
     assert trial.fork() == 0, trial.log
     assert trial.exit["loss_last"] < trial.exit["loss_first"]
     assert trial.progress["skipped"] == {"no two supervised tokens in a row (a prompt without an answer)": 1}
+
+
+def test_a_step_to_which_no_replica_brings_an_anchor_divides_by_nothing_and_the_next_ones_learn(
+    tmp_path: Path,
+) -> None:
+    masks = [[0] * 30, [0] * 10 + [1] * 20]
+    path = table(tmp_path / "half.arrow", input_ids=[[5] * 30, [6] * 30], loss_mask=masks)
+    trial = Trial(tmp_path, dataset=path, max_batch=1, steps=10, held_out="")
+    assert trial.fork(report_every_step) == 0, trial.log
+    steps = trial.events("step")
+    nothing, learned = ([s for s in steps if (s["loss"] is None) is empty] for empty in (True, False))
+    assert len(nothing) == len(learned) == 5
+    assert all(step["gradient_norm"] == 0 for step in nothing)
+    assert learned[-1]["loss"] < learned[0]["loss"] and trial.progress["nonfinite_steps"] == 0
+    assert trial.progress["document_coverage_share"] == 1.0  # of the documents that can draw any
 
 
 def test_held_out_samples_that_cannot_prompt_are_left_out(tmp_path: Path) -> None:
