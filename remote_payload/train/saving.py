@@ -1,7 +1,8 @@
 """Writing a checkpoint from inside a run, and saying so in the log, the events and the progress.
 
 The drafters stop for a copy into main memory and go on while a thread of its own writes, reads back and
-hashes it: 14 GB take some twenty seconds, and every evaluated step writes one. At most one copy is under way.
+hashes it (12 s for 1.4 GB on a slow disk, 2 s for the copy), since every evaluated step writes one. At most
+one copy is under way.
 On a CPU nothing is gained by that, and beside the last checkpoint nothing goes on: these are written at once.
 
 A disk that is full is no reason to lose a week: the run says so, keeps its older checkpoints and trains on.
