@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from remote_payload.job import JobError
+from remote_payload.train.target_config import required_size, rope_theta, size_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +47,19 @@ class DrafterConfig:
     def for_target(
         cls, config: Any, *, layers: int, tap_layers: tuple[int, ...], block_size: int, mask_token_id: int
     ) -> DrafterConfig:
-        """A drafter as wide as the target whose Hugging Face text config is `config`."""
+        """A drafter as wide as the target whose Hugging Face text config is `config`.
+
+        Its RoPE has the target's base, is full width, and is not scaled (`target_config`). Raises JobError
+        for a target without attention heads.
+        """
+        width, heads = required_size(config, "hidden_size"), required_size(config, "num_attention_heads")
         return cls(
             layers=layers,
-            width=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            ffn=config.intermediate_size,
+            width=width,
+            heads=heads,
+            kv_heads=size_of(config, "num_key_value_heads") or heads,
+            head_dim=size_of(config, "head_dim") or width // heads,
+            ffn=size_of(config, "intermediate_size") or 4 * width,
             norm_eps=getattr(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta(config),
             vocabulary=config.vocab_size,
@@ -61,7 +67,7 @@ class DrafterConfig:
             target_layers=config.num_hidden_layers,
             block_size=block_size,
             mask_token_id=mask_token_id,
-            max_positions=config.max_position_embeddings,
+            max_positions=size_of(config, "max_position_embeddings") or 32768,
         )
 
 
@@ -79,14 +85,6 @@ def choose_taps(target_layers: int, taps: int) -> tuple[int, ...]:
             f"taps = {taps}: a target of {target_layers} layers has too few; lower taps or set tap_layers"
         )
     return layers
-
-
-def rope_theta(config: Any) -> float:
-    """The target's RoPE base, wherever its version of transformers keeps it."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in parameters:  # one entry a layer type
-        parameters = parameters["full_attention"]
-    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 class RotaryTable:

@@ -35,6 +35,7 @@ from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.saver import Saver
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import check_mask_token, read_config, special_ids
+from remote_payload.train.target_config import rope_differences
 from remote_payload.train.unusable import DataError, Findings, Skipped
 
 DATASET_CACHE = Path("cache", "datasets")
@@ -93,6 +94,8 @@ def prepare(
     config = DrafterConfig.for_target(
         text, layers=job.layers, tap_layers=taps, block_size=job.block_size, mask_token_id=job.mask_token_id
     )
+    for line in rope_differences(text):
+        log(line)
     rows_per_step = job.rows_per_step or len(job.drafters)
     batches = len(plan(0).batches)
     shape = RowShape(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from remote_payload.crash import one_line
 from remote_payload.job import JobError
 from remote_payload.train.output_head import OutputHead
+from remote_payload.train.target_config import required_size
 
 
 class Target:
@@ -162,13 +164,17 @@ class Target:
         self._taps.of.clear()
 
     def check(self) -> None:
-        """One short pass: taps give one vector a token, and the head's logits are the model's own.
+        """Short passes: taps give one vector a token, of what stands before it, and the head is as believed.
 
-        Raises JobError naming the model_type. Gemma 3n, for one, hands four streams from layer to layer.
+        Raises JobError naming the model_type. Gemma 3n, for one, hands four streams from layer to layer; a
+        BERT loads as a causal model and reads both ways.
         """
         ids = torch.arange(1, 5, device=self.device)[None] % self.embedding.num_embeddings
+        other_end = ids.clone()
+        other_end[0, -1] = 0
         try:
-            shape = tuple(self.features(ids).shape)
+            features, changed = self.features(ids), self.features(other_end)
+            shape = tuple(features.shape)
         except torch.OutOfMemoryError:
             raise
         except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -182,6 +188,12 @@ class Target:
                 f"target of model_type {self.model_type!r}: its layers give outputs of shape {shape} for 4"
                 f" tokens, expected {len(self.tap_layers)} x {width} numbers a token; no drafter can be"
                 f" trained for this family"
+            )
+        before, after = features[0, :-1].float(), changed[0, :-1].float()
+        if float((before - after).norm()) > 0.02 * float(before.norm()):
+            raise JobError(
+                f"target of model_type {self.model_type!r} is not causal: what its layers say of a token"
+                f" depends on the tokens after it, which a drafter cannot know"
             )
         self.output.check(self.model, ids)
         self.forget_taps()
@@ -248,7 +260,10 @@ def text_config(config: Any) -> Any:
 
 def read_config(source: str | Path, trust_remote_code: bool = False) -> Any:
     """The target's text config, without its weights. Raises JobError naming `source`."""
-    return text_config(load_config(source, trust_remote_code))
+    config = text_config(load_config(source, trust_remote_code))
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        required_size(config, name)
+    return config
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> Any:
@@ -256,7 +271,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         # Never None: transformers would then ask on the terminal, and wait.
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, StrictDataclassError) as error:
         reason = one_line(error)
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise JobError(

@@ -15,7 +15,8 @@ from transformers import Qwen3Config
 from remote_payload import rundir
 from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint import SaveError
-from remote_payload.train.drafter import Drafter, DrafterConfig, initialise, rope_theta
+from remote_payload.train.drafter import Drafter, DrafterConfig, initialise
+from remote_payload.train.target_config import rope_theta
 from tests.payload.test_drafter import CONFIG
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -16,7 +18,8 @@ from remote_payload.train.decode import Decoder, first_difference
 from remote_payload.train.drafter import Drafter, DrafterConfig, RotaryTable, initialise
 from remote_payload.train.features import pack
 from remote_payload.train.target import Target, read_config, text_config
-from tests.payload.families import FAMILIES, LAYERS, VOCABULARY, WIDTH, WINDOW, write_family
+from remote_payload.train.target_config import rope_differences
+from tests.payload.families import FAMILIES, LAYERS, SIZES, VOCABULARY, WIDTH, WINDOW, write_family
 from tests.payload.scripted import Scripted
 
 CPU = torch.device("cpu")
@@ -205,3 +208,35 @@ def test_rope_scaling_of_the_target_is_not_taken_over(tmp_path: Path) -> None:
     scaled = read_config(write_family(tmp_path / "scaled", "llama", rope_parameters=yarn))
     options = {"layers": 1, "tap_layers": (1,), "block_size": 4, "mask_token_id": 66}
     assert DrafterConfig.for_target(scaled, **options) == DrafterConfig.for_target(plain, **options)
+
+
+def test_the_log_says_what_of_the_targets_rope_is_not_taken_over(tmp_path: Path) -> None:
+    assert rope_differences(read_config(write_family(tmp_path / "plain", "llama"))) == []
+    (line,) = rope_differences(read_config(write_family(tmp_path / "glm", "glm, partial rotary")))
+    assert "rotates 50% of each head" in line
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    (line,) = rope_differences(read_config(write_family(tmp_path / "yarn", "llama", rope_parameters=yarn)))
+    assert "scaled by 4 (yarn)" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (transformers.GPT2Config(n_embd=24, n_head=4, n_layer=5, n_positions=99), (24, 4, 4, 6, 96, 99)),
+        (transformers.BloomConfig(hidden_size=24, n_head=4, n_layer=5), (24, 4, 4, 6, 96, 32768)),
+        (transformers.Gemma4TextConfig(**SIZES), (24, 4, 2, 8, 40, 256)),
+    ],
+    ids=["gpt2", "bloom", "gemma4"],
+)
+def test_a_config_that_names_its_sizes_otherwise_or_by_layer_gives_a_drafter_too(
+    config: Any, sizes: tuple[int, ...]
+) -> None:
+    c = DrafterConfig.for_target(config, layers=1, tap_layers=(1,), block_size=4, mask_token_id=9)
+    assert (c.width, c.heads, c.kv_heads, c.head_dim, c.ffn, c.max_positions) == sizes
+
+
+def test_a_target_without_attention_heads_is_refused_naming_its_model_type() -> None:
+    with pytest.raises(JobError, match="model_type 'mamba' has no num_attention_heads"):
+        DrafterConfig.for_target(
+            transformers.MambaConfig(), layers=1, tap_layers=(1,), block_size=4, mask_token_id=9
+        )

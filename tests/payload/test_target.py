@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from remote_payload.job import JobError
+from remote_payload.train import target as target_module
 from remote_payload.train.features import pack
 from remote_payload.train.target import Target, check_mask_token, read_config, special_ids
 
@@ -167,7 +169,18 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: bytes) -> N
         load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"model_type": "nothing-like-it"}', "[]", "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"model_type": "nothing-like-it"}',
+        "[]",
+        "{}",
+        '{"model_type": "qwen3", "hidden_size": "wide"}',
+        '{"model_type": "qwen3", "hidden_size": null}',
+    ],
+)
 def test_a_damaged_config_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(JobError, match=str(tmp_path)):
@@ -301,3 +314,29 @@ def test_a_tap_that_is_never_reached_is_refused(tmp_path: Path) -> None:
     target.tap_layers = (0, 4)
     with pytest.raises(JobError, match="cannot be tapped"):
         target.check()
+
+
+def test_a_model_that_reads_both_ways_is_refused_although_it_loads_as_a_causal_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=67, hidden_size=24, num_hidden_layers=5, num_attention_heads=4, intermediate_size=40
+    )
+    model = transformers.BertLMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(JobError, match="model_type 'bert' is not causal"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_a_config_without_a_size_that_is_needed_is_refused_by_the_name_of_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_hidden_layers": 5, "hidden_size": 24, "vocab_size": 67} | {name: None}
+    config: Any = SimpleNamespace(model_type="odd", **sizes)
+    config.get_text_config = lambda **_: config
+    monkeypatch.setattr(target_module, "load_config", lambda *_: config)
+    with pytest.raises(JobError, match=f"model_type 'odd' has no {name} in its config"):
+        read_config("anywhere")
