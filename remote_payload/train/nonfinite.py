@@ -49,7 +49,8 @@ def say_nonfinite(run: Run, reading: OptimizerReading, status: ThreadStatus) -> 
         status.enter("stopping for want of finite gradients", bucket=bucket, samples=samples)
         status.step = reading.bad_step
         named = ", ".join(map(str, samples[:_NAMED])) + (", ..." if len(samples) > _NAMED else "")
+        since = f" from step {reading.bad_step - reading.in_row + 1} on" if reading.in_row else ""
         raise NonFiniteGradients(
-            f"{reading.longest_in_row} steps in a row without a finite gradient (nonfinite_limit = {limit});"
-            f" the newest is step {reading.bad_step}, bucket {bucket}, samples {named or 'unknown'}"
+            f"{reading.longest_in_row} steps in a row without a finite gradient{since} (nonfinite_limit ="
+            f" {limit}); the newest is step {reading.bad_step}, bucket {bucket}, samples {named or 'unknown'}"
         )
