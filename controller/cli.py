@@ -114,6 +114,7 @@ app.command(context_settings=places.REST)(places.python)
 app.command()(places.gpus)
 app.command()(places.doctor)
 app.command()(places.setup)
+app.command()(places.prune)
 
 
 def main(arguments: list[str] | None = None) -> int:

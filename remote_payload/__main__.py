@@ -44,6 +44,18 @@ def _gpus(workspace: str, every: str = "") -> int:
     return list_gpus(Path(workspace), float(every) if every else None)
 
 
+def _prune(workspace: str) -> int:
+    from remote_payload.pruning import main as prune
+
+    return prune(workspace)
+
+
+def _include(workspace: str) -> int:
+    from remote_payload.includes import main as include
+
+    return include(workspace)
+
+
 def _setup() -> int:
     from remote_payload.venv_setup import main as setup
 
@@ -161,6 +173,8 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "gpu-use": (_gpu_use, "WORKSPACE"),
     "gpus": (_gpus, "WORKSPACE [SECONDS]"),
     "setup": (_setup, ""),
+    "prune": (_prune, "WORKSPACE"),
+    "include": (_include, "WORKSPACE"),
     "start": (_start, "WORKSPACE RUN_ID"),
     "resume": (_resume, "RUN_DIR"),
     "supervise": (_supervise, "RUN_DIR"),

@@ -1,4 +1,4 @@
-"""The commands about a place itself: `exec`, `python`, `gpus`, `doctor`, `setup`."""
+"""The commands about a place itself: `exec`, `python`, `gpus`, `doctor`, `setup`, `prune`."""
 
 from __future__ import annotations
 
@@ -200,3 +200,64 @@ def setup(
     if as_json:
         print(json.dumps({"host": chosen.name, "venv": chosen.venv, **done}))
     return 0
+
+
+def prune(
+    host: HostOption = None,
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="SPAN", help="Of no use for so long: 14d, 12h, 0.")
+    ] = "14d",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
+    as_json: JsonOption = False,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Remove old runs, payloads and included files from a place; lists them, and asks first.
+
+    Never a run that lives, nor the payload of a run that stays. Copies on this machine stay.
+
+    \b
+    dflashctl prune --host gpubox --dry-run
+    dflashctl prune --host gpubox --older-than 30d --yes
+    """
+    from controller import pruning
+    from controller.place import open_place
+    from controller.ship import pack
+
+    chosen, payload = chosen_host(host, kind, container, user, port), pack()
+    older_s = pruning.seconds(older_than)
+    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+        items = pruning.examine(place, payload, older_s)
+        going = [item for item in items if item["kept"] is None]
+        answers: list[dict[str, Any]] = []
+        if not as_json or not (yes or dry_run):
+            say(pruning.table(items) if items else f"{chosen.name}: there is nothing")
+        if going and not dry_run:
+            freed = pruning.size(sum(item["bytes"] for item in going))
+            if not yes and not _agreed(f"{chosen.name}: remove {len(going)} of {len(items)} ({freed})?"):
+                say("nothing was removed")
+                going = []
+            else:
+                answers = pruning.remove(place, payload, older_s, going)
+    for answer in answers:
+        if "kept" in answer:
+            say(f"kept {answer['kept']}: {answer['why']}")
+    if answers:
+        gone = [answer for answer in answers if "removed" in answer]
+        say(f"{chosen.name}: removed {len(gone)}, {pruning.size(sum(a['bytes'] for a in gone))} freed")
+    if as_json:
+        removed = [answer["removed"] for answer in answers if "removed" in answer]
+        print(json.dumps({"host": chosen.name, "items": items, "removed": removed}))
+    return 0
+
+
+def _agreed(question: str) -> bool:
+    """Ask on the terminal. Raises UsageError where there is none."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(f"{question} There is no terminal to answer on", "Give --yes, or --dry-run to look.")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
