@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from remote_payload.job import JobError
+from remote_payload.train.allocated_file import allocate
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import Dataset
 
@@ -52,18 +53,26 @@ class FeatureCache:
         size = int(self._offsets[-1]) * width
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "features.bin"
-        missing = 2 * size - (path.stat().st_size if path.exists() else 0)
+        present = folder / "present.bin"
+        missing = 2 * size - (512 * path.stat().st_blocks if path.exists() else 0)
         free = shutil.disk_usage(folder).free
         if missing > free:
             raise JobError(
                 f"features = 'cached' needs {missing / 2**30:.1f} GiB in {folder}, and {free / 2**30:.1f} GiB"
                 f" are free; use features = 'online'"
             )
+        try:
+            allocate(path, 2 * size)
+            allocate(present, len(dataset))
+        except OSError as error:
+            raise JobError(
+                f"features = 'cached': {2 * size / 2**30:.1f} GiB cannot be had in {folder}"
+                f" ({error.strerror}); use features = 'online'"
+            ) from error
         self.path = path
         self._features = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(
             -1, width
         )
-        present = folder / "present.bin"
         self._present = torch.from_file(str(present), shared=True, size=len(dataset), dtype=torch.uint8)
 
     @staticmethod

@@ -8,12 +8,13 @@ run directory, so that a later attempt of the run counts the same samples as an 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from remote_payload.train.allocated_file import allocate
 
 EMPTY = "empty"
 NULL = "null (no ids, no loss_mask or prompt_length, or a null among them)"
@@ -94,16 +95,11 @@ class Findings:
 
 
 def _allocated(path: Path, size: int) -> Path:
-    """`path` with `size` bytes that are its own on the disk; a file of another size starts anew, with zeros.
-
-    Raises DataError when the disk is full: a page of a hole, written later, would end the process by SIGBUS.
-    """
+    """`path` with `size` bytes; a file of another size starts anew, with zeros. Raises DataError."""
     try:
-        if not path.exists() or path.stat().st_size != size:
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
+        if path.exists() and path.stat().st_size != size:
+            path.unlink()
+        allocate(path, size)
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({error.strerror}); make room for a run directory"
-        ) from error
+        raise DataError(f"{path}: cannot be written ({error.strerror}); make room for the run") from error
     return path

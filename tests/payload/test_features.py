@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remote_payload.job import JobError
+from remote_payload.train.allocated_file import allocate
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.features import FeatureCache, pack
 from tests.payload.test_target import write_target
@@ -83,6 +84,30 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
     with pytest.raises(JobError, match=r"features = 'cached' needs .* use features = 'online'"):
         FeatureCache(tmp_path / "cache", dataset, WIDTH)
     assert not (tmp_path / "cache" / "features.bin").exists()
+
+
+def test_the_cache_has_its_room_on_the_disk_at_once_so_that_a_full_disk_is_an_error_and_no_signal(
+    tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = FeatureCache(tmp_path / "cache", dataset, WIDTH)
+    assert 512 * cache.path.stat().st_blocks >= 2 * dataset.tokens * WIDTH
+
+    def full(*_arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(JobError, match=r"cannot be had in .* \(No space left on device\); use features"):
+        FeatureCache(tmp_path / "other", dataset, WIDTH)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_what_a_longer_file_held_stays_when_it_is_allocated_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    allocate(path, 5)
+    assert path.read_bytes() == b"abc\0\0"
+    allocate(path, 2)
+    assert path.read_bytes() == b"abc\0\0"
 
 
 def test_a_cache_is_named_by_all_that_its_content_depends_on(tmp_path: Path, dataset: Dataset) -> None:
