@@ -49,6 +49,16 @@ def conflicts(use: Record, job: Job, env: Mapping[str, str], *, own: str = "") -
     return [*lines, *_held(wanted)]
 
 
+def wants_gpus(use: Record, job: Job, env: Mapping[str, str]) -> bool:
+    """Whether the job would use a GPU of the place."""
+    return bool(_chosen([*job.targets, *job.drafters], known_gpus(use), env))
+
+
+def living(use: Record) -> list[str]:
+    """The ids of the runs that lived when the place was asked."""
+    return [text(run, "id") for run in rows(use, "runs")]
+
+
 def still_held(use: Record, uuids: Collection[str]) -> list[str]:
     """One line for each that holds memory of the GPUs `uuids`, after the run that used them has ended."""
     return _held([gpu for gpu in known_gpus(use) if gpu.uuid in uuids])

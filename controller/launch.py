@@ -23,11 +23,11 @@ from controller.errors import (
     LaunchError,
     PayloadEnvironmentError,
 )
-from controller.gpu_claims import conflicts
+from controller.gpu_claims import conflicts, living, wants_gpus
 from controller.inventory import Host
 from controller.place import Place, open_place
 from controller.run_place import RunPlace, answer_of, by, payload_command
-from controller.run_records import table
+from controller.run_records import Record, table
 from controller.ship import Payload, pack, ship
 from controller.text import safe_line
 from remote_payload import rundir
@@ -67,8 +67,9 @@ def launch(
     """
     payload = pack()
     with open_place(host, accept_new_host_key=accept_new_host_key) as place:
-        prepare(place, payload, job, say=say, progress=progress, force=force)
-        return _start(place, payload, job, job_name)
+        use = prepare(place, payload, job, say=say, progress=progress, force=force)
+        known = None if force or not wants_gpus(use, job, host.env) else living(use)
+        return _start(place, payload, job, job_name, known)
 
 
 def prepare(
@@ -80,8 +81,11 @@ def prepare(
     progress: Progress | None,
     force: bool,
     own: str = "",
-) -> None:
-    """Ship the payload, examine the place, and see that the job's GPUs are free (but for the run `own`)."""
+) -> Record:
+    """Ship the payload, examine the place, and see that the job's GPUs are free (but for the run `own`).
+
+    Returns what the place said of its GPUs (`gpu-use`).
+    """
     host = place.description
     question = json.dumps(doctor.question(job, host))
     shipped = ship(place, payload, ["preflight", place.workspace, question], progress=progress)
@@ -102,7 +106,8 @@ def prepare(
     for check in checks:
         if check.level == "warning":
             say(f"warning: {host.name}: {check.seen}; {check.todo}")
-    in_use = [safe_line(line) for line in conflicts(table(answer, "use"), job, host.env, own=own)]
+    use = table(answer, "use")
+    in_use = [safe_line(line) for line in conflicts(use, job, host.env, own=own)]
     if in_use and not force:
         raise GpusInUseError(
             f"{host.name}: GPUs of the job are in use: {'; '.join(in_use)}",
@@ -110,9 +115,10 @@ def prepare(
         )
     for line in in_use:
         say(f"warning: {host.name}: in use, and shared because of --force: {line}")
+    return use
 
 
-def _start(place: Place, payload: Payload, job: Job, job_name: str) -> LaunchedRun:
+def _start(place: Place, payload: Payload, job: Job, job_name: str, known: list[str] | None) -> LaunchedRun:
     host = place.description
     run_id = new_run_id(job_name, time.time())
     while paths.mirror_dir(run_id, place.host).exists():  # the folder below must be ours alone
@@ -141,7 +147,8 @@ def _start(place: Place, payload: Payload, job: Job, job_name: str) -> LaunchedR
         "by": by(),
         **of_this_attempt(place, payload),
     }
-    order = json.dumps({"run": run, "job": job.to_toml()}).encode()
+    # Living runs that were taken into account; None: it does not matter who else lives.
+    order = json.dumps({"run": run, "job": job.to_toml(), "known": known}).encode()
     try:
         argv = ["start", place.workspace, run_id]
         answer, said = answer_of(payload_command(place, run_place.payload_dir, argv, order))

@@ -67,11 +67,13 @@ def _start(workspace: str, run_id: str) -> int:
     from remote_payload.start import StartError, start
 
     order = decode(sys.stdin.buffer.read()) or {}
-    run, job = order.get("run"), order.get("job")
+    run, job, known = order.get("run"), order.get("job"), order.get("known")
     if not isinstance(run, dict) or not isinstance(job, str):
         return _refuse('stdin: expected one JSON object {"run": {...}, "job": "text of job.toml"}')
     try:
-        run_dir, pid = start(Path(workspace), run_id, run, job)
+        run_dir, pid = start(
+            Path(workspace), run_id, run, job, known=known if isinstance(known, list) else None
+        )
     except StartError as error:
         return _refuse(str(error))
     _answer({"ok": True, "run_dir": str(run_dir), "pid": pid})

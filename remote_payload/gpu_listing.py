@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from remote_payload.gpu import COMMAND, GpuSampler, Timing
-from remote_payload.gpu_use import living_runs
+from remote_payload.living import living_runs
 
 _TROUBLE_S: Final = 10.0
 """After a problem, how long a single listing waits for what can be had all the same."""

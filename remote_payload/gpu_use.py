@@ -7,16 +7,14 @@ from a pid: it is only named. Standard library only.
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from remote_payload import identity, nvidia_smi, rundir
+from remote_payload import nvidia_smi
 from remote_payload.gpu import COMMAND
+from remote_payload.living import living_runs
 from remote_payload.nvidia_smi import NvidiaSmiError
-from remote_payload.start import RUNS
 
 _GPUS = "--query-gpu=index,uuid,name,memory.used,memory.total"
 _APPS = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
@@ -52,37 +50,6 @@ def gpu_use(
         except NvidiaSmiError:
             pass  # the GPUs' memory still tells that they are in use
     return {"runs": runs, "gpus": list(gpus.values()), "why": why}
-
-
-def living_runs(workspace: Path) -> Iterator[dict[str, Any]]:
-    """The runs of `workspace` that somebody works on."""
-    folder = workspace / RUNS
-    for run_dir in sorted(folder.iterdir()) if folder.is_dir() else []:
-        status = rundir.read_whole(run_dir / rundir.STATUS) or {}
-        known = [status.get(who) for who in ("supervisor", "trainer")]
-        boot = status.get("boot_id")
-        if "alive" not in [identity.state_of(k if isinstance(k, dict) else None, boot) for k in known]:
-            continue
-        progress = rundir.read_whole(run_dir / rundir.PROGRESS) or {}
-        run = rundir.read_whole(run_dir / rundir.RUN) or {}
-        devices = progress.get("devices")
-        uuids = [device.get("uuid") for device in devices] if isinstance(devices, list) else []
-        yield {
-            "id": run_dir.name,
-            "state": status.get("state"),
-            "job": run.get("job"),
-            "devices": _devices(run_dir / rundir.JOB),
-            "uuids": sorted({uuid for uuid in uuids if isinstance(uuid, str) and uuid}),
-        }
-
-
-def _devices(job: Path) -> list[str]:
-    try:
-        values = tomllib.loads(job.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    named = [values.get(key) for key in ("targets", "drafters")]
-    return sorted({str(device) for devices in named if isinstance(devices, list) for device in devices})
 
 
 def _gpu(line: str) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from remote_payload import identity, rundir
-from remote_payload.start import RUNS
+from remote_payload.living import RUNS
 
 
 def list_runs(workspace: Path) -> Iterator[dict[str, Any]]:

@@ -8,19 +8,20 @@ while we wait for its first `status.json`. Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from remote_payload import rundir
+from remote_payload.living import RUNS, living_runs
 
 PAYLOAD = Path(__file__).resolve().parent
-RUNS = "runs"
 SUPERVISOR_ERRORS = "supervisor.err"
 """The supervisor's own stderr in the run directory: empty unless it fails itself. Never mirrored."""
 
@@ -31,11 +32,15 @@ class StartError(Exception):
     """The run cannot be started; the text says why in one sentence."""
 
 
-def start(workspace: Path, run_id: str, run: Mapping[str, Any], job: str) -> tuple[Path, int]:
+def start(
+    workspace: Path, run_id: str, run: Mapping[str, Any], job: str, *, known: Collection[str] | None = None
+) -> tuple[Path, int]:
     """Create `<workspace>/runs/<run_id>/` and start its supervisor; returns the directory and its pid.
 
-    `run`: fields of run.json; `job`: text of job.toml. Raises StartError when the id is taken or no id,
-    a needed field is missing, the folder cannot be written, or the supervisor fails at once.
+    `run`: fields of run.json; `job`: text of job.toml; `known`: the living runs that the launch has seen and
+    takes into account (None: any may live). Raises StartError when the id is taken or no id, a needed field
+    is missing, another run was started meanwhile, the folder cannot be written, or the supervisor fails at
+    once.
     """
     if not rundir.is_run_id(run_id):
         raise StartError(f"{run_id!r} is no run id: 1 to 63 lower-case letters, digits and dashes")
@@ -48,13 +53,24 @@ def start(workspace: Path, run_id: str, run: Mapping[str, Any], job: str) -> tup
     run_dir = Path(os.path.abspath(workspace)) / RUNS / run_id  # noqa: PTH100 (links stay as named)
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(run_dir.parent):
+            new = sorted({living["id"] for living in living_runs(workspace)} - set(known or ()))
+            if known is not None and new:
+                raise StartError(f"another run was started meanwhile: {', '.join(new)}; launch again")
+            return _make(run_dir, run, job)
+    except OSError as error:
+        raise StartError(f"{run_dir} cannot be made ({error.strerror})") from error
+
+
+def _make(run_dir: Path, run: Mapping[str, Any], job: str) -> tuple[Path, int]:
+    try:
         run_dir.mkdir(mode=0o700)
     except FileExistsError as error:
         raise StartError(f"{run_dir} exists: a run of this id was started before") from error
     except OSError as error:
         raise StartError(f"{run_dir} cannot be made ({error.strerror})") from error
     record = rundir.stamp("run", {"attempt": 1, "created": round(time.time(), 3), **run})
-    record |= {"id": run_id, "workspace": str(run_dir.parents[1])}
+    record |= {"id": run_dir.name, "workspace": str(run_dir.parents[1])}
     try:
         (run_dir / rundir.CONTROL).mkdir(mode=0o700)
         (run_dir / rundir.CRASH).mkdir(mode=0o700)
@@ -63,6 +79,27 @@ def start(workspace: Path, run_id: str, run: Mapping[str, Any], job: str) -> tup
         return run_dir, detach(run_dir, 1)
     except OSError as error:
         raise StartError(f"{run_dir} cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def _one_at_a_time(runs: Path) -> Iterator[None]:
+    """Hold the folder of runs: of two launches at once, the second sees the first one's run."""
+    descriptor = os.open(runs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StartError(f"{runs}: another launch has held it for {_PATIENCE_S:g} s") from None
+                time.sleep(0.02)
+            except OSError:  # some network file systems know no locks on folders
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def detach(run_dir: Path, attempt: int) -> int:

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from remote_payload import rundir
-from remote_payload.gpu_use import living_runs
-from remote_payload.start import RUNS
+from remote_payload.living import RUNS, living_runs
 
 REQUIREMENTS: Final = Path(__file__).with_name("requirements.txt")
 _LOOK_S: Final = 120.0

@@ -219,6 +219,23 @@ def test_of_many_starts_of_one_id_one_wins_and_the_others_say_why(place: Place) 
     assert [record["kind"] for record in run.records()].count("start") == 1
 
 
+def test_of_two_launches_that_saw_the_same_gpus_free_one_wins(place: Place) -> None:
+    def order(known: list[str] | None) -> bytes:
+        run = {"python": sys.executable, "job": "demo"}
+        return json.dumps({"run": run, "job": WORK, "known": known}).encode()
+
+    def started(run_id: str, known: list[str] | None) -> dict[str, Any]:
+        done = place.command("start", str(place.workspace), run_id, stdin=order(known))
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    assert started("one", [])["ok"]
+    refused = started("two", [])
+    assert refused["error"] == "another run was started meanwhile: one; launch again"
+    assert not (place.workspace / "runs" / "two").exists()
+    assert started("three", ["one"])["ok"] and started("four", None)["ok"]
+
+
 def test_the_trainer_gets_exactly_the_promised_environment_and_place(place: Place) -> None:
     code = (
         "mark('seen', json.dumps([dict(os.environ), os.getcwd(), sys.argv[1:], os.getpgid(0) == os.getpid(),"

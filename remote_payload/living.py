@@ -1,0 +1,44 @@
+"""The runs of a workspace that somebody works on. Standard library only."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from remote_payload import identity, rundir
+
+RUNS: Final = "runs"
+"""The folder of run directories in a workspace."""
+
+
+def living_runs(workspace: Path) -> Iterator[dict[str, Any]]:
+    """The runs of `workspace` that somebody works on."""
+    folder = workspace / RUNS
+    for run_dir in sorted(folder.iterdir()) if folder.is_dir() else []:
+        status = rundir.read_whole(run_dir / rundir.STATUS) or {}
+        known = [status.get(who) for who in ("supervisor", "trainer")]
+        boot = status.get("boot_id")
+        if "alive" not in [identity.state_of(k if isinstance(k, dict) else None, boot) for k in known]:
+            continue
+        progress = rundir.read_whole(run_dir / rundir.PROGRESS) or {}
+        run = rundir.read_whole(run_dir / rundir.RUN) or {}
+        devices = progress.get("devices")
+        uuids = [device.get("uuid") for device in devices] if isinstance(devices, list) else []
+        yield {
+            "id": run_dir.name,
+            "state": status.get("state"),
+            "job": run.get("job"),
+            "devices": _devices(run_dir / rundir.JOB),
+            "uuids": sorted({uuid for uuid in uuids if isinstance(uuid, str) and uuid}),
+        }
+
+
+def _devices(job: Path) -> list[str]:
+    try:
+        values = tomllib.loads(job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    named = [values.get(key) for key in ("targets", "drafters")]
+    return sorted({str(device) for devices in named if isinstance(devices, list) for device in devices})
