@@ -38,13 +38,14 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
         replica = Replica(
             number, device, run.job, run.config, run.shape, run.statistics, target, init_from=run.init_from
         )
-        if run.resume_from is not None:
-            restore(replica, run.resume_from)
         status.enter("waiting for its turn to warm up")
         with execution.WARM_UP_LOCK:
             run.control.check()
             status.enter("warming up")
             warm_up(run, replica)
+        if run.resume_from is not None:  # after the warm-up, whatever that did to the optimizer
+            status.enter("loading")
+            restore(replica, run.resume_from)
         run.ready[number].give(True)
         for other in run.ready:
             other.wait()
