@@ -8,6 +8,7 @@ here and not in the payload so that a change there cannot make it faster. On a C
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from bench.alone import alone
 from bench.shapes import Shape
 
 TILE = 128
@@ -198,18 +200,21 @@ class Reference:
             )
 
 
-def measure(shape: Shape, device: torch.device, warm: int = 5, steps: int = 20) -> float:
-    """Seconds of a step, over `steps` of them without a wait in between."""
+def measure(
+    shape: Shape, device: torch.device, warm: int = 5, steps: int = 20, lock: Path | None = None
+) -> float:
+    """Seconds of a step, over `steps` of them without a wait in between; alone, if `lock` says so."""
     torch.manual_seed(0)
     reference = Reference(shape, device)
     for _ in range(warm):
         reference.step()
     _wait(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        reference.step()
-    _wait(device)
-    return (time.perf_counter() - start) / steps
+    with alone(lock):
+        start = time.perf_counter()
+        for _ in range(steps):
+            reference.step()
+        _wait(device)
+        return (time.perf_counter() - start) / steps
 
 
 def _wait(device: torch.device) -> None:

@@ -94,9 +94,10 @@ def _target(r: Record) -> Line:
 def _compile(r: Record) -> Line:
     line = f"replica {_count(r, 'replica')} runs {text(r, 'execution') or '?'}"
     reason = text(r, "reason")
-    eager, compiled = number(r, "eager_step_s"), number(r, "compiled_step_s")
-    if eager is not None and compiled is not None:
-        line += f", step {eager * 1e3:.0f} ms eager, {compiled * 1e3:.0f} ms compiled"
+    timed = [(rung, number(r, f"{rung}_step_s")) for rung in ("eager", "compiled", "graph")]
+    shown = [f"{seconds * 1e3:.0f} ms {rung}" for rung, seconds in timed if seconds is not None]
+    if len(shown) > 1:
+        line += f", step {', '.join(shown)}"
     return Level.INFO, f"{line}: {reason}" if reason else line
 
 
@@ -168,6 +169,13 @@ def _nonfinite(r: Record) -> Line:
     which = f", samples {', '.join(map(str, samples[:5]))}" if isinstance(samples, list) else ""
     return Level.BAD, (
         f"loss or gradient not finite at step {_count(r, 'step')}, bucket {_count(r, 'bucket')}{which}"
+    )
+
+
+def _step_down(r: Record) -> Line:
+    return Level.WARNING, (
+        f"replica {_count(r, 'replica')} runs {text(r, 'new') or '?'} and no longer {text(r, 'old') or '?'}:"
+        f" {text(r, 'reason') or 'no reason given'}"
     )
 
 
@@ -260,6 +268,7 @@ _LINES: dict[str, Callable[[Record], Line]] = {
     "unusable": _unusable,
     "nonfinite": _nonfinite,
     "recompile": _recompile,
+    "step_down": _step_down,
     "request": _request,
     "crash": _crash,
     "end": _end,

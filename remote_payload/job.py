@@ -229,8 +229,9 @@ class Job:
 
     execution: str = _key(
         "auto",
-        "How the step runs: compiled by inductor, eager, or the best that warm-up proves.",
-        _one_of("auto", "compiled", "eager"),
+        "How the step runs: a CUDA graph captured by hand, compiled by inductor, eager, or the best that"
+        " warm-up proves. 'reduce-overhead' (inductor's own graphs) needs torch 2.13.",
+        _one_of("auto", "graph", "compiled", "eager", "reduce-overhead"),
         resumable=True,
     )
     queue_depth: int = _key(

@@ -149,6 +149,9 @@ class Attention(nn.Module):
         return attended.flatten(1)
 
 
+FLEX_OPTIONS: dict[str, Any] = {}
+"""FlexAttention's `kernel_options`; empty: torch's own choice."""
+
 Mask = Tensor | BlockMask | None
 """Dense [Q, N + Q], block-sparse, or None when every key is seen."""
 
@@ -157,7 +160,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     """Grouped-query attention of `queries` [Q, h, d] to `keys`, `values` [K, g, d]: [Q, h, d]."""
     q, k, v = (t.transpose(0, 1)[None] for t in (queries, keys, values))
     if isinstance(mask, BlockMask):
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        options: Any = FLEX_OPTIONS or None
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
         assert isinstance(out, Tensor)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)

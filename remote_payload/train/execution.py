@@ -1,44 +1,103 @@
-"""How a step runs: compiled or eager, decided here alone, with one reason logged for every step down.
+"""How a step runs: by CUDA graph, compiled or eager; decided here alone, with a reason for every step down.
 
-Nothing else in the project calls torch.compile. Plain inductor with `dynamic=False` is safe in worker
-threads (measured on torch 2.11, two H200s, both threads compiling at once); CUDA graphs by
-`mode="reduce-overhead"` are not: below torch 2.13 they fail in any thread but main.
+Nothing else in the project calls torch.compile or captures a graph. Plain inductor with `dynamic=False` is
+safe in worker threads, and so is a capture by hand in thread-local mode (measured on torch 2.11, two H200s,
+both threads at once); `mode="reduce-overhead"` is not: below torch 2.13 it fails in any thread but main.
 
 - One compiled callable per replica, on its own clone of the code object: replicas that share a code object
   share its cache, and the ninth entry raises or falls silently back to eager.
 - `fullgraph=True, dynamic=False`: fixed shapes, no graph break, and everything that changes is an argument.
-- Replicas warm up in turn, under one lock. From then on a recompile is counted and shown.
+- Replicas warm up in turn, under one lock, and captures too: entering one empties the caches of all devices.
+  From then on a recompile is counted and shown, and more than a few end compilation.
+- A graph has a pool of its own, and holds neither random numbers nor anything that talks to another device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import shutil
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 
+from remote_payload.job import JobError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+GRAPH = "graph"
 COMPILED = "compiled"
 EAGER = "eager"
+REDUCE_OVERHEAD = "reduce-overhead"
+
+TREES_IN_THREADS = (2, 13)
+"""The first torch whose CUDA graph trees work in any thread (pytorch PR 184357)."""
+
+RECOMPILES_ALLOWED = 8
+"""Graphs compiled after warm-up before a compiled replica goes on eagerly: what one function may have."""
 
 WARM_UP_LOCK = threading.Lock()
 """Held by the replica that warms up; the others wait for their turn."""
 
+_CAPTURE_LOCK = threading.Lock()
 
-def decide(wanted: str, device: torch.device) -> tuple[str, str]:
+
+def decide(wanted: str, device: torch.device, version: str = torch.__version__) -> tuple[str, str]:
     """The first rung to try for a job's `execution` on `device`, and the reason.
 
-    `auto` and `compiled` try inductor wherever a compiler for it exists.
+    `auto` tries the highest rung that the device has. Raises JobError for a way that cannot work in threads.
     """
+    if wanted == REDUCE_OVERHEAD and (refusal := refuse_trees(version)):
+        raise JobError(f"execution = {REDUCE_OVERHEAD!r}: {refusal}; use {GRAPH!r}, which is as fast")
     if wanted == EAGER:
         return EAGER, "the job says so"
-    if device.type == "cpu" and not compiler():
-        return EAGER, "inductor needs a C++ compiler on a CPU, and there is none (CXX, g++, clang++)"
-    return COMPILED, "the job says so" if wanted == COMPILED else "inductor is safe in threads; fixed shapes"
+    if device.type == "cpu":
+        if not compiler():
+            return EAGER, "inductor needs a C++ compiler on a CPU, and there is none (CXX, g++, clang++)"
+        if wanted in (GRAPH, REDUCE_OVERHEAD):
+            return COMPILED, "a CPU has no CUDA graphs"
+        return (
+            COMPILED,
+            "the job says so" if wanted == COMPILED else "inductor is safe in threads; fixed shapes",
+        )
+    if wanted == "auto":
+        return GRAPH, "captured by hand in thread-local mode, which is safe in threads; fixed shapes"
+    return wanted, "the job says so"
+
+
+def refuse_trees(version: str = torch.__version__) -> str | None:
+    """Why `mode="reduce-overhead"` cannot run in worker threads of this torch; None where it can."""
+    if torch_version(version) >= TREES_IN_THREADS:
+        return None
+    return (
+        f"below torch {'.'.join(map(str, TREES_IN_THREADS))} CUDA graph trees fail in a worker thread, since"
+        f" their state lies in storage of the main thread's own (pytorch #123177); this is torch {version}"
+    )
+
+
+def torch_version(version: str = torch.__version__) -> tuple[int, int]:
+    """Major and minor number of a torch release."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def configure() -> None:
+    """Set what compiled steps rely on, in the thread that runs them; called first where anything compiles.
+
+    From torch 2.12 on the configuration belongs to a context, and a worker need not see what main has set
+    (pytorch #186537).
+    """
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    dynamo.suppress_errors = False  # a graph that cannot be compiled is a step down, not silently eager
+    inductor.triton.cudagraphs = False
+    if torch_version() == (2, 13):
+        inductor.use_static_triton_launcher = False  # it crashes: pytorch #190502
+    assert not inductor.triton.cudagraphs and not dynamo.suppress_errors
 
 
 def compiler() -> str | None:
@@ -51,10 +110,23 @@ def compiler() -> str | None:
 
 
 def build(function: Function, execution: str, name: str) -> Function:
-    """`function` as `execution` runs it; `name` tells replicas apart in compiler messages."""
+    """`function` as `execution` runs it; `name` tells replicas apart in compiler messages.
+
+    A graph is captured from the compiled function, so `graph` builds the same as `compiled`.
+    """
     if execution == EAGER:
         return function
-    return cast(Function, torch.compile(_clone(function, name), fullgraph=True, dynamic=False))
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+    if execution == REDUCE_OVERHEAD:
+        options["options"] = mode_options(REDUCE_OVERHEAD)
+    return cast(Function, torch.compile(_clone(function, name), **options))
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The inductor options that a mode of torch.compile stands for; a mode and options exclude each other."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
 
 
 def compiled_graphs() -> int:
@@ -62,6 +134,40 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+@contextlib.contextmanager
+def no_recompiles() -> Iterator[None]:
+    """Raise at whatever is compiled inside, in any thread of the process: for tests and the probe only."""
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+class Graph:
+    """Work on fixed addresses, captured once and replayed; used by the thread that captured it."""
+
+    def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
+        """Capture `work`, which has run on this thread's stream before, so that nothing in it is new.
+
+        Whatever `work` leaves behind (tensors that it stored) is filled by every replay. Raises whatever the
+        capture raises, also for lack of memory; the device is as it was then.
+        """
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(device)
+        assert stream != torch.cuda.default_stream(device), "capture needs a stream of the thread's own"
+        with _CAPTURE_LOCK:
+            try:
+                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                    work()
+            except BaseException:
+                self._graph = torch.cuda.CUDAGraph()
+                gc.collect()  # what the failed capture allocated hangs on the exception's frames
+                torch.cuda.synchronize(device)
+                raise
+
+    def replay(self) -> None:
+        """Run the captured work once, on the current stream."""
+        self._graph.replay()
 
 
 def _clone(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -215,7 +215,7 @@ def block_loss(
     """The loss of a row.
 
     Args:
-        hidden: final hidden states of the block tokens, [A, B, D]; those of the anchors predict nothing.
+        hidden: final hidden states of the predicted tokens, [A, B-1, D].
         labels: [A, B-1]. weights: [A, B-1], 0 where there is no label.
         anchors: context index of each anchor, [A].
         teacher: the target's last hidden states of the row, [C, D]; None unless the objective needs them.
@@ -230,7 +230,7 @@ def block_loss(
     if teacher is not None:
         index = index.clamp(max=len(teacher) - 1)
     loss, plain, hits = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
-        F.pad(hidden[:, 1:], (0, 0, *pad)),
+        F.pad(hidden, (0, 0, *pad)),
         head,
         F.pad(labels, pad),
         F.pad(weights, pad),

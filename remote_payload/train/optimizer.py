@@ -8,7 +8,7 @@ the host reads the account when it reports, at most once a second.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,43 @@ from torch import Tensor, nn
 
 from remote_payload.job import Job
 from remote_payload.train.weights import FlatWeights
+
+EPSILON = 1e-8
+
+
+def adamw(
+    gradient: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    value: Tensor | None,
+    numbers: Tensor,
+    betas: tuple[float, float],
+    decay: float,
+) -> None:
+    """One AdamW step over flat tensors [n] in place; compiled, it is one pass over memory.
+
+    The arithmetic is that of torch.optim.AdamW. Of every number it reads gradient, master and two moments and
+    writes the last three and the value: 30 bytes with a bfloat16 gradient.
+
+    Args:
+        gradient: in any floating type. value: the master in the compute type; None when that is float32.
+        numbers: [5] float32: factor of the gradient, learning rate, 1 - beta1^t, 1 - beta2^t, and 1 or, when
+            nothing may change, 0.
+    """
+    scale, rate, bias1, bias2, good = numbers.unbind()
+    slope = gradient.float() * scale
+    new_first = torch.lerp(first, slope, 1 - betas[0])
+    new_second = second * betas[1] + slope * slope * (1 - betas[1])
+    size = new_second.sqrt() / bias2.sqrt() + EPSILON
+    new_master = master * (1 - rate * decay) - rate / bias1 * (new_first / size)
+    good = good > 0
+    new_master = torch.where(good, new_master, master)
+    first.copy_(torch.where(good, new_first, first))
+    second.copy_(torch.where(good, new_second, second))
+    master.copy_(new_master)
+    if value is not None:
+        value.copy_(new_master)
 
 
 class Optimizer:
@@ -31,12 +68,14 @@ class Optimizer:
         device = weights.masters.device
         self._first, self._second = (torch.zeros_like(weights.masters) for _ in range(2))
         self._rate, self._scale, self._bad = (torch.zeros((), device=device) for _ in range(3))
+        self._betas, self._decay = (job.betas[0], job.betas[1]), job.weight_decay
+        self._update: Callable[..., None] | None = adamw if weights.direct else None
         cut = weights.decayed
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, dict[str, Tensor]] = {}
         for part, decay in ((slice(0, cut), job.weight_decay), (slice(cut, None), 0.0)):
             master = nn.Parameter(weights.masters[part])
-            master.grad = weights.total[part]
+            master.grad = None if weights.direct else weights.total[part]
             groups.append({"params": [master], "weight_decay": decay})
             states[master] = {
                 "step": torch.zeros((), device=device),
@@ -71,13 +110,18 @@ class Optimizer:
 
     def apply(self) -> None:
         """Scale, clip and take the step that was prepared."""
-        total = self._weights.total
-        norm = torch.linalg.vector_norm(total) * self._scale
+        slopes = self._weights.slopes()
+        parts = torch._foreach_norm([slope for slope, _ in slopes], 2, torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(parts)) * self._scale
         bad = ~torch.isfinite(norm)
-        total.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0) * self._scale)
-        self._bad.copy_(bad)
-        self._adamw.step()
-        self._weights.publish()
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) * self._scale
+        if self._update is None:
+            self._weights.total.mul_(factor)
+            self._bad.copy_(bad)
+            self._adamw.step()
+            self._weights.publish()
+        else:
+            self._step_in_one_pass(self._update, slopes, factor, ~bad)
         taken, skipped, in_row, longest, bad_step, bad_norm, _ = self._account.unbind()
         taken, in_row = taken + 1, (in_row + 1) * bad
         self._account.copy_(
@@ -94,6 +138,42 @@ class Optimizer:
             )
         )
 
+    def use(self, update: Callable[..., None] | None) -> None:
+        """Take steps by `update`: `adamw`, as it is or compiled. None: by torch's own kernel."""
+        assert update is not None or not self._weights.direct
+        self._update = update
+
+    def rehearse(self) -> None:
+        """Do all that `apply` does and change nothing, so that it is compiled and may be captured."""
+        account = self._account.clone()
+        self._scale.fill_(torch.nan)
+        self.apply()
+        self._account.copy_(account)
+
+    def _step_in_one_pass(
+        self, update: Callable[..., None], slopes: list[tuple[Tensor, slice]], factor: Tensor, good: Tensor
+    ) -> None:
+        weights, counts = self._weights, self._counts()
+        for count in counts:
+            count.add_(good)
+        biases = [1 - torch.pow(beta, counts[0]) for beta in self._betas]
+        numbers = torch.stack([factor, self._rate, *biases, good.float()])
+        for slope, part in slopes:
+            update(
+                slope,
+                weights.masters[part],
+                self._first[part],
+                self._second[part],
+                None if weights.values is weights.masters else weights.values[part],
+                numbers,
+                self._betas,
+                self._decay if part.stop <= weights.decayed else 0.0,
+            )
+
+    def _counts(self) -> list[Tensor]:
+        """AdamW's count of steps, of matrices and of norms."""
+        return [self._adamw.state[group["params"][0]]["step"] for group in self._adamw.param_groups]
+
     def read(self) -> OptimizerReading:
         """What the steps so far came to; waits for the device."""
         values = dict(zip(_ACCOUNT, self._account.tolist(), strict=True))
@@ -105,12 +185,11 @@ class Optimizer:
 
         They are the optimizer's own tensors and not copies.
         """
-        counts = [self._adamw.state[group["params"][0]]["step"] for group in self._adamw.param_groups]
         return {
             "masters": self._weights.masters,
             "exp_avg": self._first,
             "exp_avg_sq": self._second,
-            "adam_step": torch.stack(counts),
+            "adam_step": torch.stack(self._counts()),
             "counts": self._account[:_NORMS],
         }
 
@@ -132,8 +211,8 @@ class Optimizer:
                 )
         for name in ("masters", "exp_avg", "exp_avg_sq", "counts"):
             mine[name].copy_(state[name])
-        for group, count in zip(self._adamw.param_groups, state["adam_step"], strict=True):
-            self._adamw.state[group["params"][0]]["step"].copy_(count)
+        for mine_count, count in zip(self._counts(), state["adam_step"], strict=True):
+            mine_count.copy_(count)
         self._account[_ACCOUNT.index("longest_in_row")] = self._account[_ACCOUNT.index("in_row")]
         self._weights.publish()
 

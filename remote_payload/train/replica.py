@@ -24,15 +24,16 @@ from remote_payload.job import Job
 from remote_payload.train import execution
 from remote_payload.train.batch import Row, RowShape, empty_row
 from remote_payload.train.devices import compute_dtype, turn
-from remote_payload.train.drafter import Drafter, DrafterConfig, Mask, initialise
+from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, initialise
 from remote_payload.train.features import Features
 from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
 from remote_payload.train.metrics import Statistics
 from remote_payload.train.objective import BlockScores, Objective, block_loss, chunk_scores, slots_in_use
-from remote_payload.train.optimizer import Optimizer
+from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.output_head import OutputHead
+from remote_payload.train.row_buffer import RowBuffer
 from remote_payload.train.target import Target
 from remote_payload.train.weights import FlatWeights
 
@@ -40,22 +41,59 @@ CLEARLY_SLOWER = 1.1
 """Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
 
 
+REPLAY_BOUND = 1e-2
+"""How far, as a share, a replayed step may be from the compiled one it was captured from: only rounding."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
+class StepDown:
+    """One rung of the ladder left for a lower one."""
+
+    old: str
+    new: str
+    reason: str
+
+
+@dataclasses.dataclass(slots=True)
 class WarmUp:
     """What warm-up decided, and what it measured."""
 
     execution: str
     reason: str
-    seconds: float
-    eager_step_s: float | None
-    compiled_step_s: float | None
+    seconds: float = 0.0
+    step_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of a forward and backward pass by rung, of those that were tried and worked."""
+    steps_down: list[StepDown] = dataclasses.field(default_factory=list)
+
+    @property
+    def eager_step_s(self) -> float | None:
+        """Seconds of an eager pass, where it was timed."""
+        return self.step_s.get(execution.EAGER)
+
+    @property
+    def compiled_step_s(self) -> float | None:
+        """Seconds of a compiled pass, where it was timed."""
+        return self.step_s.get(execution.COMPILED)
+
+    def down(self, new: str, reason: str) -> None:
+        """Leave the rung for a lower one."""
+        self.steps_down.append(StepDown(self.execution, new, reason))
+        self.execution, self.reason = new, reason
 
 
 def run_drafter(
-    drafter: Drafter, features: Tensor, positions: Tensor, x: Tensor, block_positions: Tensor, mask: Mask
+    drafter: Drafter,
+    features: Tensor,
+    positions: Tensor,
+    x: Tensor,
+    block_positions: Tensor,
+    mask: Mask,
+    joined: Joined,
 ) -> Tensor:
     """The function that is compiled, one clone of it for each replica."""
-    return drafter(features, positions, x, block_positions, mask)  # type: ignore[no-any-return]
+    return drafter(  # type: ignore[no-any-return]
+        features, positions, x, block_positions, mask, joined, predicted_only=True
+    )
 
 
 class Replica:
@@ -90,7 +128,15 @@ class Replica:
         elif job.init_from_target:
             copy_layers(self.drafter, target, job.init_from_target)
         self.drafter.to(device)
-        self.weights = FlatWeights(self.drafter, self.dtype, len(job.drafters))
+        self.weights = FlatWeights(
+            self.drafter,
+            self.dtype,
+            len(job.drafters),
+            adjacent=self.drafter.adjacent(),
+            direct=device.type == "cuda" and len(job.drafters) == 1 and job.rows_per_step in (0, 1),
+        )
+        kv, *gate_up = self.weights.joined
+        self._joined = Joined(kv, gate_up)
         self.optimizer = Optimizer(self.weights, job)
         self._embedding, self._head = _frozen(target, device, self.dtype)
         self.objective = Objective.of(job, shape)
@@ -104,12 +150,21 @@ class Replica:
         )
         """The target's last hidden states of the row, where the objective needs them."""
         self.bucket = torch.zeros((), dtype=torch.int64, device=device)
-        self.row: Row = Row(**{k: t.to(device) for k, t in empty_row(shape).tensors().items()})
+        self._buffer = RowBuffer(shape, device)
+        self.row = self._buffer.row
         self.statistics = statistics.zeros(device)
         self._sees = mask_mod(self.row.starts, self.row.anchors, shape.token_budget, shape.block_size)
         self._run: Any = run_drafter
         self._chunk: Any = chunk_scores
         self._tiled = False
+        self.rung = execution.EAGER
+        """How steps run now; a replay compiles nothing, whatever else happens in the process."""
+        self._gradients: tuple[Tensor, ...] = ()
+        """Of the newest row, by the weights' leaves."""
+        self._captured: tuple[Tensor, ...] = ()
+        """Where a replay leaves them."""
+        self._row_graph: execution.Graph | None = None
+        self._step_graph: execution.Graph | None = None
         self._filled = 0
         self._held: collections.deque[tuple[Features, torch.cuda.Event]] = collections.deque()
 
@@ -119,33 +174,73 @@ class Replica:
         return self.weights.masters.numel()
 
     def warm_up(self, wanted: str) -> WarmUp:
-        """Try the rungs of the ladder on a synthetic row and keep the one that works and is fast.
+        """Try the rungs of the ladder on synthetic rows and keep the highest that works and is fast.
 
-        Called in turn, under `execution.WARM_UP_LOCK`. Leaves the weights as they were.
+        Called in turn, under `execution.WARM_UP_LOCK`. Leaves the weights and the optimizer as they were.
+        Raises JobError for an `execution` that cannot work here.
         """
         start = time.perf_counter()
-        choice, reason = execution.decide(wanted, self.device)
+        execution.configure()
+        result = WarmUp(*execution.decide(wanted, self.device))
         cuda = self.device.type == "cuda"
-        eager_s = None if cuda and choice == execution.COMPILED else self._time_step()
-        compiled_s = None
-        if choice == execution.COMPILED:
-            try:
-                self._use(execution.COMPILED)
-                compiled_s = self._time_step()
-            except Exception as error:  # whatever inductor or its compiler raises, eager still trains
-                choice, reason = execution.EAGER, f"compiling failed: {crash.one_line(error)}"
-            if compiled_s and eager_s and wanted == "auto" and compiled_s > CLEARLY_SLOWER * eager_s:
-                choice = execution.EAGER
-                reason = f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled"
-        if choice == execution.EAGER:
-            self._use(choice)
-        if choice == execution.COMPILED and cuda and not self._tiled:
-            reason += (
+        if result.execution == execution.EAGER or not cuda:
+            result.step_s[execution.EAGER] = self._time_step()
+        if result.execution != execution.EAGER:
+            self._try_compiled(wanted, result)
+        if result.execution == execution.GRAPH:
+            self._try_graph(result)
+        if result.execution == execution.EAGER:
+            self._use(execution.EAGER)
+        if result.execution != execution.EAGER and cuda and not self._tiled:
+            result.reason += (
                 f"; dense mask, since token_budget or anchors * block_size is no multiple of {TILE},"
                 " or block_size does not divide it"
             )
         self._clear()
-        return WarmUp(choice, reason, time.perf_counter() - start, eager_s, compiled_s)
+        result.seconds = time.perf_counter() - start
+        return result
+
+    def _try_compiled(self, wanted: str, result: WarmUp) -> None:
+        """The rung `compiled`, or the first half of `graph`."""
+        try:
+            self._use(result.execution)
+            compiled_s = self._time_step()
+            self.optimizer.rehearse()
+        except Exception as error:  # whatever inductor or its compiler raises, eager still trains
+            result.down(execution.EAGER, f"compiling failed: {crash.one_line(error)}")
+            return
+        result.step_s[execution.COMPILED] = compiled_s
+        eager_s = result.eager_step_s
+        if eager_s and wanted == "auto" and compiled_s > CLEARLY_SLOWER * eager_s:
+            result.down(
+                execution.EAGER,
+                f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled",
+            )
+
+    def _try_graph(self, result: WarmUp) -> None:
+        """The rung `graph`: capture, and compare what a replay makes of another row."""
+        try:
+            self._row_graph = execution.Graph(self._forward_backward, self.device)
+            self._captured, self._gradients = self._gradients, ()
+            compared = self._compare_replay()
+            if compared > REPLAY_BOUND:
+                raise RuntimeError(f"a replayed step differs from the compiled one by {compared:.1%}")
+            self.weights.collect(self._captured, first=True)
+            # Entering a capture also gives back what compiled passes held: from here on only replays run.
+            self._step_graph = execution.Graph(self.optimizer.apply, self.device)
+            self.rung = execution.GRAPH
+            result.step_s[execution.GRAPH] = self._time_step()
+        except Exception as error:  # also for lack of memory: the graph has a pool of its own
+            self._row_graph = self._step_graph = None
+            self._captured = self._gradients = ()
+            self.rung = execution.COMPILED
+            result.down(execution.COMPILED, f"capturing failed: {crash.one_line(error)}")
+
+    def step_down(self, reason: str) -> StepDown:
+        """Go on eagerly, in the middle of a run."""
+        old = self.rung
+        self._use(execution.EAGER)
+        return StepDown(old, self.rung, reason)
 
     def load(self, features: Features | None, row: Row) -> None:
         """Fill the static buffers with one row; None: a row without any context.
@@ -166,17 +261,26 @@ class Replica:
                 self.teacher[: self._filled].copy_(features.packed[:, width:], non_blocking=True)
             if self.device.type == "cuda":
                 self._hold(features)
-        for name, tensor in row.tensors().items():
-            getattr(self.row, name).copy_(tensor, non_blocking=True)
+        self._buffer.fill(row)
 
     def run_row(self, row: Row, bucket: int, first: bool) -> None:
         """Forward and backward of the loaded `row`, added to this step's gradient and statistics."""
         self.bucket.fill_(bucket)
-        scores = self._forward(slots_in_use(row.weights))
-        scores.loss.backward()
-        self.weights.collect(first)
-        with torch.no_grad():
-            self._layout.add(self.statistics, scores, self.row.weights, self.bucket)
+        if self._row_graph is not None:
+            self._row_graph.replay()
+            self.weights.collect(self._captured, first)
+        else:
+            self._forward_backward(slots_in_use(row.weights))
+            self.weights.collect(self._gradients, first)
+            self._gradients = ()
+
+    def step(self, total_weight: float, learning_rate: float) -> None:
+        """The optimizer's step on the reduced gradient; see `Optimizer.step`."""
+        if self._step_graph is None:
+            self.optimizer.step(total_weight, learning_rate)
+        else:
+            self.optimizer.prepare(total_weight, learning_rate)
+            self._step_graph.replay()
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the drafter's weights by name, in the compute type."""
@@ -189,14 +293,27 @@ class Replica:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _forward_backward(self, used: int | None = None) -> None:
+        """What the row graph holds: the row's gradients by the weights' leaves, and its statistics."""
+        scores = self._forward(used)
+        self._gradients = torch.autograd.grad(scores.loss, self.weights.leaves)
+        with torch.no_grad():
+            self._layout.add(self.statistics, scores, self.row.weights, self.bucket)
+
     def _forward(self, used: int | None) -> BlockScores:
         mine, shape = self.row, self.shape
         x = self._embedding(mine.block_tokens.flatten()).to(self.dtype)
         hidden = self._run(
-            self.drafter, self.features, mine.positions, x, mine.block_positions.flatten(), self._mask()
+            self.drafter,
+            self.features,
+            mine.positions,
+            x,
+            mine.block_positions.flatten(),
+            self._mask(),
+            self._joined,
         )
         return block_loss(
-            hidden.view(shape.anchors, shape.block_size, -1),
+            hidden.view(shape.anchors, shape.block_size - 1, -1),
             self._head,
             mine.labels,
             mine.weights,
@@ -215,28 +332,59 @@ class Replica:
 
     def _use(self, choice: str) -> None:
         """Build the callables of a rung. FlexAttention is for compiled runs on a GPU: eager it is unsafe."""
-        shape = self.shape
-        fits = tiles_fit(shape.token_budget, shape.anchors, shape.block_size)
-        self._tiled = choice == execution.COMPILED and self.device.type == "cuda" and fits
-        self._run = execution.build(run_drafter, choice, f"replica{self.number}")
-        self._chunk = execution.build(chunk_scores, choice, f"replica{self.number}")
+        shape, name = self.shape, f"replica{self.number}"
+        self.rung = execution.COMPILED if choice == execution.GRAPH else choice
+        cuda = self.device.type == "cuda"
+        compiled = choice != execution.EAGER
+        self._row_graph = self._step_graph = None
+        self._captured = ()
+        self._tiled = compiled and cuda and tiles_fit(shape.token_budget, shape.anchors, shape.block_size)
+        self._run = execution.build(run_drafter, choice, name)
+        self._chunk = execution.build(chunk_scores, choice, name)
+        if compiled and cuda:
+            self.optimizer.use(execution.build(adamw, choice, name))
+        elif not self.weights.direct:
+            self.optimizer.use(None)
+        else:
+            self.optimizer.use(adamw)
 
     def _time_step(self) -> float:
         """Seconds of a forward and backward pass on a full synthetic row, the better of two."""
-        self.load(None, _full_row(self.shape))
-        self._forward(None).loss.backward()  # compiles, mostly on one core, so others may use the CPU
+        row = _full_row(self.shape)
+        self.load(None, row)
+        self.run_row(row, 0, first=True)  # compiles, mostly on one core, so others may use the CPU
+        self.synchronise()
         best = float("inf")
         for _ in range(2):
             with turn(self.device):
                 start = time.perf_counter()
-                self._forward(None).loss.backward()
+                self.run_row(row, 0, first=True)
                 self.synchronise()
                 best = min(best, time.perf_counter() - start)
         return best
 
+    def _compare_replay(self) -> float:
+        """How far a replay is from a compiled pass, of a row that was not captured; by the worst leaf."""
+        row = _full_row(self.shape)
+        row.anchors.div_(2, rounding_mode="floor")
+        self.load(None, row)
+        generator = torch.Generator(self.device).manual_seed(0)  # never the device's own: others may capture
+        self.features.normal_(generator=generator)
+        self._filled = self.shape.token_budget
+        self._forward_backward()
+        assert self._row_graph is not None
+        self._row_graph.replay()
+        shares = [
+            (replayed - compiled).float().norm() / compiled.float().norm().clamp(min=1e-12)
+            for replayed, compiled in zip(self._captured, self._gradients, strict=True)
+        ]
+        self._gradients = ()
+        return float(torch.stack(shares).nan_to_num(torch.inf).max())
+
     def _clear(self) -> None:
         self.load(None, empty_row(self.shape))
-        self.weights.gradient.zero_()
+        self.weights.local.zero_()
+        self.weights.total.zero_()
         self.statistics.zero_()
 
     def _hold(self, features: Features) -> None:

@@ -17,7 +17,7 @@ from remote_payload.train.devices import on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.metrics import StepClock
 from remote_payload.train.nonfinite import say_nonfinite
-from remote_payload.train.replica import Replica
+from remote_payload.train.replica import Replica, StepDown
 from remote_payload.train.resume import restore
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
@@ -88,7 +88,10 @@ def warm_up(run: Run, replica: Replica) -> None:
         warmup_s=round(result.seconds, 2),
         eager_step_s=result.eager_step_s,
         compiled_step_s=result.compiled_step_s,
+        graph_step_s=result.step_s.get(execution.GRAPH),
     )
+    for down in result.steps_down:
+        say_step_down(run, replica, down)
     run.events.write(
         "ready",
         replica=replica.number,
@@ -96,11 +99,7 @@ def warm_up(run: Run, replica: Replica) -> None:
         parameters=replica.parameters,
         warmup_s=round(result.seconds, 2),
     )
-    times = [
-        f"{name} {value:.3f} s"
-        for name, value in (("eager", result.eager_step_s), ("compiled", result.compiled_step_s))
-        if value
-    ]
+    times = [f"{rung} {seconds:.3f} s" for rung, seconds in result.step_s.items()]
     run.log(f"Replica {replica.number}: {result.execution} ({result.reason}); a step: {', '.join(times)}")
     run.log(
         f"Replica {replica.number} ready on {replica.device}: {replica.parameters:,} parameters,"
@@ -133,7 +132,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
         )
         status.enter("step", step=step)
         rate = learning_rate(step, run.steps, run.job)
-        replica.optimizer.step(agreed.weight, rate)
+        replica.step(agreed.weight, rate)
         done = step + 1
         if agreed.report or agreed.stop:
             replica.statistics.zero_()
@@ -146,6 +145,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
             report(run, replica, status, statistics, clock, rate, done - reported, rows)
             reported = done
             count_recompiles(run, replica, graphs)
+        leave_compiled(run, replica, graphs)
         if leads:
             for request, made in (("stop", agreed.stop), ("checkpoint", agreed.checkpoint)):
                 if made:
@@ -237,6 +237,22 @@ def report(
         f"step {run.step:>5}/{run.steps}  loss {loss}  tau~ {tau}  grad {taken.norm:.2f}  lr {rate:.1e}"
         f"  {rates['tokens_per_s']:,.0f} tokens/s  {rates['step_s']:.3f} s/step"
     )
+
+
+def say_step_down(run: Run, replica: Replica, down: StepDown) -> None:
+    """A replica runs on a lower rung of the ladder from now on."""
+    run.events.write("step_down", replica=replica.number, old=down.old, new=down.new, reason=down.reason)
+    run.log(f"Replica {replica.number}: {down.old} given up for {down.new}: {down.reason}")
+
+
+def leave_compiled(run: Run, replica: Replica, graphs: int) -> None:
+    """Step down when more was compiled since warm-up than a single function may have had compiled."""
+    more = execution.compiled_graphs() - graphs
+    if more > execution.RECOMPILES_ALLOWED and replica.rung == execution.COMPILED:
+        down = replica.step_down(f"{more} graphs compiled after warm-up, each of which stops training")
+        say_step_down(run, replica, down)
+        if replica.number == 0:
+            run.progress.update(execution=down.new)
 
 
 def count_recompiles(run: Run, replica: Replica, graphs: int) -> None:

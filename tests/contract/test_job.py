@@ -48,7 +48,7 @@ def jobs(draw: st.DrawFn) -> Job:
         "betas": draw(st.lists(st.floats(0, 0.999), min_size=2, max_size=2)),
         "epochs": draw(positive),
         "seed": draw(st.integers(0, 2**32 - 1)),
-        "execution": draw(st.sampled_from(["auto", "compiled", "eager"])),
+        "execution": draw(st.sampled_from(["auto", "graph", "compiled", "eager", "reduce-overhead"])),
     }
     return Job.from_mapping(values, "test")
 
@@ -133,7 +133,7 @@ REFUSED: dict[str, Any] = {
     "steps": -1,
     "rows_per_step": -1,
     "seed": -1,
-    "execution": "graph",
+    "execution": "fast",
     "queue_depth": 0,
     "cpu_threads": -1,
     "eval_every": -1,

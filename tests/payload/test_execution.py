@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextvars
 import threading
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 import remote_payload
+from remote_payload.job import JobError
 from remote_payload.train import execution
-from remote_payload.train.execution import COMPILED, EAGER, build, compiler, decide
+from remote_payload.train.execution import COMPILED, EAGER, GRAPH, REDUCE_OVERHEAD, build, compiler, decide
 
 PACKAGE = Path(remote_payload.__file__).parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -56,7 +58,7 @@ def test_without_a_compiler_a_cpu_runs_eager_and_the_reason_says_what_is_missing
         for wanted in ("auto", COMPILED):
             choice, reason = decide(wanted, CPU)
             assert choice == EAGER and "C++ compiler" in reason
-        assert decide("auto", CUDA)[0] == COMPILED  # a GPU needs Triton and no C++
+        assert decide("auto", CUDA)[0] == GRAPH  # a GPU needs Triton and no C++
 
 
 def test_a_job_that_says_eager_is_eager_and_one_that_says_compiled_is_tried_compiled(
@@ -66,6 +68,66 @@ def test_a_job_that_says_eager_is_eager_and_one_that_says_compiled_is_tried_comp
     assert decide(EAGER, CUDA) == (EAGER, "the job says so")
     assert decide(COMPILED, CPU) == (COMPILED, "the job says so")
     assert decide("auto", CPU)[0] == COMPILED
+    assert decide(COMPILED, CUDA) == (COMPILED, "the job says so")
+
+
+def test_a_cpu_has_no_graphs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "compiler", lambda: "/usr/bin/g++")
+    assert decide(GRAPH, CPU) == (COMPILED, "a CPU has no CUDA graphs")
+    assert decide(GRAPH, CUDA) == (GRAPH, "the job says so")
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1"])
+def test_reduce_overhead_in_threads_is_refused_below_torch_2_13_with_the_reason(version: str) -> None:
+    for device in (CPU, CUDA):
+        with pytest.raises(
+            JobError, match=r"'reduce-overhead'.*2\.13.*worker thread.*use 'graph'"
+        ) as refused:
+            decide(REDUCE_OVERHEAD, device, version)
+        assert version in str(refused.value)
+
+
+def test_reduce_overhead_is_tried_where_trees_work_in_threads() -> None:
+    assert decide(REDUCE_OVERHEAD, CUDA, "2.14.1")[0] == REDUCE_OVERHEAD
+    assert execution.refuse_trees("2.13.0") is None
+
+
+def test_every_worker_gets_the_configuration_although_main_set_another() -> None:
+    """Rule 1: from torch 2.12 on what main sets is not what a thread sees."""
+    from torch._inductor import config
+
+    seen = []
+
+    def work() -> None:
+        execution.configure()
+        seen.append(bool(config.triton.cudagraphs))
+
+    with config.patch({"triton.cudagraphs": True}):
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+def test_a_recompile_raises_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, backend="eager", **options)
+    )
+    run = build(double, COMPILED, "strict")
+    run(torch.ones(3))
+    with execution.no_recompiles():
+        assert run(torch.zeros(3)).equal(torch.ones(3))
+        with pytest.raises(RuntimeError, match="recompile"):
+            run(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "name", ["empty_cache", "_dynamo.reset", "cudagraph_mark_step_begin", "skip_guard_eval"]
+)
+def test_nothing_in_the_trainer_calls_what_breaks_the_other_threads(name: str) -> None:
+    """Rule 6. `set_num_threads` is allowed in main before the threads start, and for one thread on a CPU."""
+    assert not [path for path in PACKAGE.rglob("*.py") if any(name in used for used in names_used(path))]
 
 
 def test_eager_is_the_function_itself() -> None:

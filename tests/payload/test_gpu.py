@@ -10,50 +10,27 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from remote_payload import rundir
 from remote_payload.job import Job
 from remote_payload.train import execution
-from remote_payload.train.batch import BatchMaker, Row, RowShape
-from remote_payload.train.dataset import Dataset
 from remote_payload.train.devices import on_device
-from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.mask import block_mask, dense_mask, mask_mod
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.objective import slots_in_use
-from remote_payload.train.replica import Replica
-from remote_payload.train.target import Target
-from tests.payload.tiny import MASK, VOCABULARY, job_values, random_samples, write_arrow, write_model
+from tests.payload.small_replica import SHAPE, WIDE, make_replica, rows, run_rows
+from tests.payload.tiny import job_values, write_model
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch 2.11's own, in inductor
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(500),
 ]
-
-SHAPE = RowShape(token_budget=512, anchors=64, block_size=8, mask_token_id=MASK, gamma=4.0)
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
-
-
-def rows(folder: Path, count: int, seed: int = 0) -> list[tuple[Row, int]]:
-    """`count` random rows of SHAPE with the real tokens of each; some slots stay empty."""
-    samples, prompts = random_samples(200, seed=seed, low=8, high=120)
-    dataset = Dataset.open(write_arrow(folder / f"rows{seed}.arrow", samples, prompts))
-    maker = BatchMaker(dataset, SHAPE, seed=seed, vocabulary=VOCABULARY, pad_id=0)
-    random = np.random.default_rng(seed)
-    made = []
-    for number in range(count):
-        chosen = random.choice(200, int(random.integers(1, 5)), replace=False)
-        batch = maker.make(chosen, 0, 0, number)
-        made.append((batch.row, batch.tokens))
-    return made
 
 
 def test_flex_attention_with_the_block_mask_equals_dense_attention_forward_and_backward(
@@ -78,35 +55,6 @@ def test_flex_attention_with_the_block_mask_equals_dense_attention_forward_and_b
             assert (flex - oracle).abs().max() <= 4e-3 * oracle.abs().max()
 
 
-def make_replica(folder: Path, device: torch.device, dtype: str) -> Replica:
-    """A replica of a small drafter over a random target on `device`."""
-    if not (folder / "wide").exists():
-        write_model(folder / "wide", **WIDE)
-    target = Target.load(folder / "wide", (1, 2, 4), device=device, dtype=torch.float32)
-    config = DrafterConfig.for_target(
-        target.model.config, layers=2, tap_layers=(1, 2, 4), block_size=8, mask_token_id=MASK
-    )
-    values = job_values(folder, target=str(folder / "wide"), compute_dtype=dtype, layers=2)
-    job = Job.from_mapping(values, "test")
-    return Replica(0, device, job, config, SHAPE, Statistics(8, 3), target)
-
-
-def run_rows(replica: Replica, given: list[tuple[Row, int]]) -> list[tuple[float, Tensor]]:
-    """Loss and gradient of each row, with features that are the same for the same row."""
-    out = []
-    for number, (row, tokens) in enumerate(given):
-        generator = torch.Generator(replica.device).manual_seed(number)
-        replica.features[:tokens] = torch.randn(
-            tokens, replica.features.shape[1], generator=generator, device=replica.device
-        ).to(replica.features)
-        replica.load(None, row)
-        replica.statistics.zero_()
-        replica.run_row(row, 0, first=True)
-        loss = float(replica.statistics[2 + 2 * 7])
-        out.append((loss, replica.weights.local.clone()))
-    return out
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 5e-3), ("bfloat16", 4e-2)])
 def test_a_compiled_replica_equals_an_eager_one_and_never_recompiles(
     tmp_path: Path, dtype: str, bound: float
@@ -126,7 +74,8 @@ def test_a_compiled_replica_equals_an_eager_one_and_never_recompiles(
     assert execution.compiled_graphs() == graphs
 
 
-def test_two_replicas_warm_up_in_turn_and_then_run_in_two_threads_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rung", [execution.COMPILED, execution.GRAPH])
+def test_two_replicas_warm_up_in_turn_and_then_run_in_two_threads_at_once(tmp_path: Path, rung: str) -> None:
     devices = [torch.device(f"cuda:{i % torch.cuda.device_count()}") for i in range(2)]
     given = rows(tmp_path, 10)
     write_model(tmp_path / "wide", **WIDE)
@@ -139,8 +88,8 @@ def test_two_replicas_warm_up_in_turn_and_then_run_in_two_threads_at_once(tmp_pa
             with on_device(devices[number]):
                 with execution.WARM_UP_LOCK:  # transformers cannot load two models at once
                     replica = make_replica(tmp_path, devices[number], "bfloat16")
-                    result = replica.warm_up("compiled")
-                assert result.execution == execution.COMPILED, result.reason
+                    result = replica.warm_up(rung)
+                assert result.execution == rung, result.reason
                 # Until torch 2.14 a compiled function refuses to run while another thread compiles:
                 # "Detected that you are using FX to symbolically trace a dynamo-optimized function".
                 all_ready.wait(300)
@@ -189,7 +138,7 @@ def test_a_run_with_two_targets_and_two_drafters_equals_one_and_one(tmp_path: Pa
     second = f"cuda:{1 % torch.cuda.device_count()}"
     one, record = train(tmp_path, "one", targets=["cuda:0"], drafters=["cuda:0"])
     two, other = train(tmp_path, "two", targets=["cuda:0", second], drafters=["cuda:0", second])
-    assert record["execution"] == other["execution"] == "compiled"
+    assert record["execution"] == other["execution"] == "graph"
     mine, theirs = (load_file(r / record["checkpoint"] / "model.safetensors") for r in (one, two))
     for name, weight in mine.items():
         # 40 AdamW steps at 1e-2 over gradients that are summed in another order.

@@ -98,7 +98,7 @@ class Case:
         hidden = self.hidden.clone().requires_grad_()
         teacher = self.teacher if kind.needs_teacher else None
         scores = block_loss(
-            hidden, self.head, self.labels, self.weights, self.anchors, teacher, kind, used=used
+            hidden[:, 1:], self.head, self.labels, self.weights, self.anchors, teacher, kind, used=used
         )
         (scores.loss * times).backward()
         assert hidden.grad is not None

@@ -1,0 +1,220 @@
+"""Graphs in worker threads: what a replay computes, what may go on beside it, and what a failure leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remote_payload.job import Job
+from remote_payload.train import execution
+from remote_payload.train.devices import on_device
+from remote_payload.train.optimizer import Optimizer, adamw
+from remote_payload.train.replica import Replica
+from remote_payload.train.weights import FlatWeights
+from tests.payload.small_replica import load, make_replica, rows, run_rows
+from tests.payload.tiny import job_values
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch 2.11's own, in inductor
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+
+DEVICE = torch.device("cuda:0")
+
+
+def warmed(folder: Path, rung: str, dtype: str = "bfloat16", **changes: Any) -> Replica:
+    """A replica on a rung; fails when it had to step down."""
+    replica = make_replica(folder, DEVICE, dtype, **changes)
+    result = replica.warm_up(rung)
+    assert result.execution == rung, result.reason
+    return replica
+
+
+@pytest.fixture
+def worker() -> Iterator[None]:
+    """What a worker thread lives in: its own stream, backward in its own thread."""
+    with on_device(DEVICE):
+        yield
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replay_is_the_compiled_pass_to_the_bit_over_200_rows_and_nothing_is_compiled_again(
+    tmp_path: Path, dtype: str
+) -> None:
+    """The same kernels in the same order, over rows with other masks, anchors and empty slots."""
+    given = rows(tmp_path, 200)
+    compiled, graph = (warmed(tmp_path, rung, dtype) for rung in (execution.COMPILED, execution.GRAPH))
+    with execution.no_recompiles():
+        results = [run_rows(replica, given) for replica in (compiled, graph)]
+    for number, ((loss, slope), (other, replayed)) in enumerate(zip(*results, strict=True)):
+        assert loss == other, number
+        assert slope.equal(replayed), number
+
+
+@pytest.mark.usefixtures("worker")
+def test_steps_by_graph_are_those_of_compiled_calls(tmp_path: Path) -> None:
+    given = rows(tmp_path, 12)
+    pair = [warmed(tmp_path, rung) for rung in (execution.COMPILED, execution.GRAPH)]
+    assert all(replica.weights.direct for replica in pair)
+    for replica in pair:
+        for number, (row, tokens) in enumerate(given):
+            load(replica, row, tokens, number)
+            replica.run_row(row, 0, first=True)
+            replica.step(100.0, 1e-2)
+    first, second = pair
+    assert first.weights.masters.equal(second.weights.masters)
+    assert first.statistics.equal(second.statistics)
+    assert first.optimizer.read() == second.optimizer.read()
+
+
+@pytest.mark.usefixtures("worker")
+def test_rows_of_one_step_add_up_by_graph_as_they_do_compiled(tmp_path: Path) -> None:
+    given = rows(tmp_path, 3)
+    pair = [warmed(tmp_path, rung, rows_per_step=3) for rung in (execution.COMPILED, execution.GRAPH)]
+    assert not any(replica.weights.direct for replica in pair)
+    sums = [run_rows(replica, given, first=False)[-1][1] for replica in pair]
+    assert sums[0].equal(sums[1])
+    single = [slope for _, slope in run_rows(pair[1], given)]
+    torch.testing.assert_close(sums[1], torch.stack(single).sum(0), rtol=1e-5, atol=1e-6)
+    for replica in pair:
+        run_rows(replica, given, first=False)
+        replica.step(100.0, 1e-2)
+    assert pair[0].weights.masters.equal(pair[1].weights.masters)
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("rung", [execution.COMPILED, execution.GRAPH])
+def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path, rung: str) -> None:
+    replica = warmed(tmp_path, rung)
+    given = rows(tmp_path, 3)
+    load(replica, *given[0], 0)
+    torch.cuda.set_sync_debug_mode("error")  # likely process-wide: nobody else runs here
+    try:
+        for row, _ in given:
+            replica.load(None, row)
+            replica.run_row(row, 0, first=True)
+            replica.step(100.0, 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_capture_without_memory_falls_back_to_compiled_and_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Replica._forward_backward
+    held: list[Tensor] = []
+
+    def greedy(self: Replica, used: int | None = None) -> None:
+        whole(self, used)
+        if torch.cuda.is_current_stream_capturing():
+            held.append(torch.empty(1 << 40, dtype=torch.uint8, device=DEVICE))  # a TiB: OutOfMemoryError
+
+    monkeypatch.setattr(Replica, "_forward_backward", greedy)
+    replica = make_replica(tmp_path, DEVICE, "bfloat16")
+    result = replica.warm_up("auto")
+    assert result.execution == execution.COMPILED
+    assert "capturing failed" in result.reason and "memory" in result.reason
+    assert [(down.old, down.new) for down in result.steps_down] == [(execution.GRAPH, execution.COMPILED)]
+    monkeypatch.undo()
+    given = rows(tmp_path, 2)
+    plain = warmed(tmp_path, execution.COMPILED)
+    for (loss, slope), (other, expected) in zip(
+        run_rows(replica, given), run_rows(plain, given), strict=True
+    ):
+        assert loss == other and slope.equal(expected)
+    again = warmed(tmp_path, execution.GRAPH)  # and the device still captures
+    assert run_rows(again, given)[0][0] == run_rows(plain, given)[0][0]
+
+
+def test_two_threads_capture_and_replay_while_a_third_computes_and_allocates(tmp_path: Path) -> None:
+    """With its own generator: the default one of a device must rest while a graph is captured on it."""
+    given = rows(tmp_path, 30)
+    make_replica(tmp_path, DEVICE, "bfloat16")  # writes the model once
+    stop, errors = threading.Event(), []
+    results: dict[int, list[tuple[float, Tensor]]] = {}
+    ready = threading.Barrier(2)
+
+    def guarded(work: Any, *arguments: Any) -> None:
+        try:
+            with on_device(DEVICE):
+                work(*arguments)
+        except BaseException as error:
+            errors.append(error)
+            ready.abort()
+
+    def busy() -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        while not stop.is_set():
+            a = torch.randn(1024, 1024, device=DEVICE, generator=generator)
+            (a @ a).sum().item()
+            torch.empty(int(a[0, 0].abs() * 1000 + 1) << 16, device=DEVICE)
+
+    def drafter(number: int) -> None:
+        with execution.WARM_UP_LOCK:
+            replica = warmed(tmp_path, execution.GRAPH)
+        ready.wait(200)
+        results[number] = run_rows(replica, given)
+
+    threads = [threading.Thread(target=guarded, args=(busy,))]
+    threads += [threading.Thread(target=guarded, args=(drafter, number)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    stop.set()
+    threads[0].join()
+    assert not errors
+    for (loss, slope), (other, replayed) in zip(results[0], results[1], strict=True):
+        assert loss == other and slope.equal(replayed)
+
+
+@pytest.mark.usefixtures("worker")
+def test_the_one_pass_step_compiled_is_torchs_adamw(tmp_path: Path) -> None:
+    job = Job.from_mapping(job_values(tmp_path, weight_decay=0.1, clip=0.5), "test")
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False), torch.nn.RMSNorm(96)).to(DEVICE)
+        weights = FlatWeights(module, torch.bfloat16)
+        pair.append((weights, Optimizer(weights, job)))
+    (mine, one_pass), (_, fused) = pair
+    one_pass.use(execution.build(adamw, execution.COMPILED, "test"))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for step in range(8):
+        slope = torch.randn(mine.total.shape, device=DEVICE, generator=generator)
+        if step == 4:
+            slope[5] = torch.nan
+        for weights, optimizer in pair:
+            weights.total.copy_(slope)
+            optimizer.step(3.0, 0.02)
+    assert one_pass.read().skipped == fused.read().skipped == 1
+    for name, value in one_pass.state().items():
+        torch.testing.assert_close(value, fused.state()[name], rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert mine.values.equal(mine.masters.to(torch.bfloat16))
+
+
+@pytest.mark.usefixtures("worker")
+def test_warming_up_changes_neither_weights_nor_optimizer(tmp_path: Path) -> None:
+    replica = make_replica(tmp_path, DEVICE, "bfloat16")
+    (row, tokens), *_ = rows(tmp_path, 1)
+    assert replica.warm_up("eager").execution == execution.EAGER
+    load(replica, row, tokens, 0)
+    replica.run_row(row, 0, first=True)
+    replica.step(100.0, 1e-2)  # as a resumed optimizer: its moments are not zero
+    before = {name: value.clone() for name, value in replica.optimizer.state().items()}
+    with contextlib.suppress(AssertionError):
+        replica.warm_up("graph")
+    for name, value in replica.optimizer.state().items():
+        assert value.equal(before[name]), name
+    assert not bool(replica.statistics.any())
