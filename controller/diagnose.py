@@ -203,9 +203,9 @@ SIGNATURES: tuple[Signature, ...] = (
         why="Weights that were driven out of range by too high a learning rate, a target whose features are"
         " not finite (a broken or overflowing model: float16 instead of bfloat16), or bad samples. A resumed"
         " run meets the same again unless something is changed.",
-        do="If loss or gradient norm rose before the step from which on they were not finite: launch anew with"
-        " half the learning_rate or a longer warmup. If it came from nowhere: look at the samples named, and"
-        " set target_dtype = 'float32' or 'bfloat16'. nonfinite_limit sets how many such steps are borne.",
+        do="If loss or gradient norm rose before the first of these steps: launch anew with half the"
+        " learning_rate or a longer warmup. If it came from nowhere: look at the samples named, and set"
+        " target_dtype = 'float32' or 'bfloat16'. nonfinite_limit sets how many such steps are borne.",
         seen="z-lab #115",
     ),
     _signature(

@@ -18,17 +18,18 @@ pytestmark = pytest.mark.slow
 
 
 def spoil(first: int, last: int) -> None:
-    """Make the features NaN that the target computes in calls `first` to `last`, counted from 1."""
+    """Make the features of the run's batches `first` to `last`, counted from 1, NaN."""
     pipeline: Any = importlib.import_module("remote_payload.train.pipeline")
-    real, calls = pipeline.pack, []
+    real = pipeline.compute_features
 
     @functools.wraps(real)
     def spoiled(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        packed = real(*args, **kwargs)
-        return torch.full_like(packed, torch.nan) if first <= len(calls) <= last else packed
+        features = real(*args, **kwargs)
+        if first <= features.batch.sequence + 1 <= last:
+            features.packed.fill_(torch.nan)
+        return features
 
-    pipeline.pack = spoiled
+    pipeline.compute_features = spoiled
 
 
 @pytest.mark.parametrize("drafters", [1, 2])
