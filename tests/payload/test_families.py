@@ -161,6 +161,15 @@ def test_a_target_that_takes_back_rightly_passes_the_check_made_before_training(
     target_cache.check(target)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_in_16_bits_is_not_taken_for_a_fault_by_any_check(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    target_cache.check(Target.load(write_family(tmp_path, family), TAPS, device=CPU, dtype=dtype))
+
+
 @pytest.mark.parametrize("family", ["qwen3-next, linear attention", "mistral, windows"])
 def test_a_cache_that_takes_back_wrongly_is_refused_before_training_naming_the_model_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
