@@ -201,3 +201,18 @@ def test_time_is_split_into_waiting_and_work(monkeypatch: pytest.MonkeyPatch) ->
     status.enter("waiting for the drafters", step=4, bucket=2, samples=[7])
     status.enter("forward")
     assert (status.step, status.bucket, status.samples) == (4, 2, [7])
+
+
+def test_counters_go_on_in_a_later_attempt_and_what_an_older_checkpoint_lacks_stays_as_it_is() -> None:
+    before, after = (Progress([0, 10, 20]) for _ in range(2))
+    before.tokens, before.drawn, before.candidates = 70, 8, 9
+    before.buckets[1].batches, before.buckets[1].loss = 4, 2.5
+    before.update(nonfinite_steps=3, tau=2.0, tau_step=40, checkpoint={"step": 40, "t": 1.0})
+    state = json.loads(json.dumps(before.state()))
+    del state["buckets"][1]["tokens"]
+    after.restore(state)
+    seen = after.snapshot()
+    assert (seen["tokens"], seen["anchors"], seen["nonfinite_steps"]) == (70, 8, 3)
+    assert (seen["tau"], seen["tau_step"], after.rows()) == (2.0, 40, 4)
+    assert (seen["buckets"][1]["batches"], seen["buckets"][1]["loss"]) == (4, 2.5)
+    assert seen["buckets"][1]["tokens"] == 0 and seen["checkpoint"] is None
