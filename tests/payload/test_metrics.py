@@ -41,7 +41,7 @@ def reading(loss: float | None, *buckets: float | None) -> Reading:
 
 
 def test_statistics_over_rows_are_the_means_that_a_slow_count_gives() -> None:
-    dice = random.Random(1)
+    dice, generator = random.Random(1), torch.Generator().manual_seed(1)
     layout = Statistics(block_size=5, buckets=3)
     vector = layout.zeros(torch.device("cpu"))
     losses, divisors, ce, decay = [0.0] * 3, [0.0] * 3, 0.0, 0.0
@@ -50,7 +50,7 @@ def test_statistics_over_rows_are_the_means_that_a_slow_count_gives() -> None:
     for row in range(6):
         bucket, loss, plain, divisor = row % 2, *(dice.uniform(1, 9) for _ in range(3))
         weights = torch.zeros(7, 4)
-        hits = torch.rand(7, 4) < 0.6
+        hits = torch.rand(7, 4, generator=generator) < 0.6
         for slot in range(dice.randrange(5)):
             weights[slot, : dice.randrange(1, 5)] = dice.uniform(0.1, 1)
         scores = BlockScores(torch.tensor(loss), torch.tensor(plain), torch.tensor(divisor), hits)
