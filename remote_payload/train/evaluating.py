@@ -1,11 +1,11 @@
-"""The evaluator: a thread that decodes the held-out prompts beside training, and what that costs the drafters.
+"""The evaluator: a thread that decodes held-out prompts beside training, and what that costs the drafters.
 
 The drafters stop for a copy of their weights on their own device and for nothing else; the copy is taken by
 the evaluator's stream when it is done. When snapshots come faster than they are evaluated, those in between
 are left out and named, since each holds a drafter's memory; the last one never is.
 
-Evaluation shares a device with target 0, and on one GPU with a drafter. What drafters lose by it is measured by
-their pace: how much longer their steps took than those between evaluations.
+Evaluation shares a device with target 0, and on one GPU with a drafter. What drafters lose by it is measured
+by their pace: how much longer their steps took than those between evaluations.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def not_lossless_line(step: int, report: Report) -> str:
     count = len(report.not_lossless)
     return (
         f"ALARM at step {step}: decoding is not lossless, {count} of {report.record['prompts']} texts are not"
-        f" the target's own. The first: {report.not_lossless[0]}. tau counts tokens that serving would refuse;"
-        " this is a fault of the code or of transformers' cache for this target, not of the drafter"
+        f" the target's own. The first: {report.not_lossless[0]}. tau counts tokens that serving would"
+        " refuse; this is a fault of the code or of transformers' cache for this target, not of the drafter"
     )
 
 
