@@ -90,9 +90,9 @@ def _after(attempt: Attempt, record: Record) -> Attempt:
 def attempt_line(attempt: Attempt) -> str:
     """What a person is told of an ended attempt: `attempt 1: failed rc=1 at step 150: boom`."""
     how = attempt.state or "ended without a word"
-    if attempt.signal:
+    if attempt.signal and attempt.signal not in attempt.reason:
         how += f" by {attempt.signal}"
-    elif attempt.exit_code:
+    elif attempt.exit_code and not attempt.signal:
         how += f" rc={attempt.exit_code}"
     if attempt.step:
         how += f" at step {attempt.step:,}"

@@ -75,7 +75,8 @@ def change_record(state: RunState, event: Event | None) -> dict[str, Any]:
 
 
 def _line(state: RunState, event: Event | None) -> str:
-    clock = time.strftime("%H:%M:%S", time.localtime(state.now))
+    at = state.now if event is None or event.t is None else event.t - state.clock_difference_s
+    clock = time.strftime("%H:%M:%S", time.localtime(at))
     p = state.progress
     where = f" step {p.step}" + (f"/{p.steps}" if p.steps else "") if p and p.step is not None else ""
     what = event.line if event is not None else state.health.detail

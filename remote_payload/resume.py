@@ -62,6 +62,9 @@ def resume(run_dir: Path, run: Mapping[str, Any], changes: Mapping[str, Any], by
         finished = status.get("state") == State.FINISHED and status.get("exit_code") == 0
         if finished and not any(change.key in LONGER for change in changed):
             raise StartError("the run has finished; to train it longer give it more: --set steps=N")
+        newest = _newest_checkpoint(run_dir)
+        if newest is not None and 0 < after.steps < newest:
+            raise StartError(f"steps = {after.steps}, but the newest checkpoint is of step {newest} already")
         attempt = last_attempt(run_dir) + 1
         record = before | {key: run[key] for key in REPLACED if key in run} | {"attempt": attempt}
         try:
@@ -80,7 +83,7 @@ def resume(run_dir: Path, run: Mapping[str, Any], changes: Mapping[str, Any], by
             pid = detach(run_dir, attempt)
         except OSError as error:
             raise StartError(f"{run_dir} cannot be written ({error.strerror})") from error
-        return Resumed(attempt, pid, changed, before.get("payload"), _newest_checkpoint(run_dir))
+        return Resumed(attempt, pid, changed, before.get("payload"), newest)
 
 
 def _changed(path: Path, changes: Mapping[str, Any]) -> tuple[job.Job, list[job.Change]]:

@@ -208,6 +208,13 @@ def test_a_resume_that_would_be_another_run_is_refused_and_changes_nothing(
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
+def test_a_resume_to_fewer_steps_than_were_saved_is_refused(place: Place) -> None:
+    run = finished_run(place)
+    (run.path / "checkpoints" / "step-40").mkdir(parents=True)
+    answer = resume(run, changes={"steps": 39})
+    assert answer["error"] == "steps = 39, but the newest checkpoint is of step 40 already"
+
+
 def test_a_finished_run_is_resumed_when_it_gets_more_steps_and_a_stopped_one_always(place: Place) -> None:
     assert resume(finished_run(place, state="finished", exit_code=0), changes={"steps": 7})["ok"]
 
