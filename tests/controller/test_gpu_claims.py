@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from controller.gpu_claims import conflicts, still_held
+from controller.gpu_claims import conflicts, living, still_held, wants_gpus
 from remote_payload.job import Job
 
 LEAST: dict[str, Any] = {"target": "t", "dataset": "d", "mask_token_id": 1}
@@ -81,3 +81,12 @@ def test_memory_that_is_held_after_a_run_is_told_for_its_gpus_alone() -> None:
 @pytest.mark.parametrize("use", [{}, {"gpus": 3, "runs": [1]}, {"gpus": [{"index": "x"}], "runs": [{}]}])
 def test_an_answer_of_another_version_claims_nothing(use: dict[str, Any]) -> None:
     assert conflicts(use, ONE_AND_TWO, {}) == []
+
+
+def test_only_a_job_for_gpus_that_are_there_minds_who_else_lives() -> None:
+    use = {"runs": [run(["cpu"])], "gpus": IDLE}
+    assert living(use) == ["other-run"]
+    assert wants_gpus(use, ONE_AND_TWO, {})
+    assert wants_gpus(use, job(["auto"], ["auto"]), {})
+    assert not wants_gpus(use, job(["cpu"], ["cpu"]), {})
+    assert not wants_gpus({"runs": []}, job(["auto"], ["auto"]), {})

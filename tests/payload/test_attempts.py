@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +69,15 @@ def test_between_two_attempts_the_run_says_that_it_restarts_and_why(place: Place
     status = run.ended()
     assert (status["state"], status["exit_code"], status["restart"]) == ("failed", 1, None)
     assert status["reason"] == "boom 1; asked to stop before the next attempt began"
+
+
+def test_a_supervisor_that_is_told_to_end_between_two_attempts_ends_with_the_failure(place: Place) -> None:
+    run = place.start(restarting(FAIL_TWICE, restart_wait=300.0), scale=0.05)
+    run.until_state("restarting")
+    os.kill(run.pid, signal.SIGTERM)
+    status = run.ended()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert status["reason"] == "boom 1; the supervisor received SIGTERM before the next attempt began"
 
 
 def test_a_request_made_between_two_attempts_reaches_the_next_one(place: Place) -> None:
