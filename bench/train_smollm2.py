@@ -75,8 +75,10 @@ def _launch(workspace: Path, changes: Sequence[str]) -> tuple[Path, int]:
     command += [part for change in changes for part in ("--set", change)]
     before = set((workspace / "runs").glob("*"))
     done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
-    (run_dir,) = set((workspace / "runs").glob("*")) - before
-    return run_dir, done.returncode
+    started = set((workspace / "runs").glob("*")) - before
+    if not started:
+        sys.exit(done.returncode)
+    return started.pop(), done.returncode
 
 
 def row(run_dir: Path) -> dict[str, Any]:
