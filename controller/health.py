@@ -197,6 +197,8 @@ def _alive(
     status: Record, mirror: Record, progress_t: float | None, container_now: float, limits: Limits
 ) -> Health:
     """The health while beats arrive."""
+    if text(table(mirror, "beat"), "source") == "log":
+        return _written(table(mirror, "beat"), container_now, limits)
     if not status:
         return Health(word=Word.LAUNCHING, detail="the supervisor has written nothing yet")
     beat, state, reason = table(mirror, "beat"), text(status, "state"), text(status, "reason")
@@ -237,6 +239,18 @@ def _until(restart: Record, now: float) -> str:
     if count is None or limit is None or begins is None:
         return ""
     return f"{count}/{limit} " + (f"in {begins - now:.0f}s" if begins > now else "now")
+
+
+def _written(beat: Record, container_now: float, limits: Limits) -> Health:
+    """The health of a log that is no run's: whether it grows is all that is known of its program."""
+    t = number(table(table(beat, "files"), "train.log"), "written")
+    if t is None:
+        return Health(word=Word.STALLED, detail="the log file is not there at the moment")
+    if container_now - t > limits.stalled_s:
+        return Health(
+            word=Word.STALLED, extra=_since(t, container_now), detail="nothing is written to the log"
+        )
+    return Health(word=Word.LIVE, detail="its log grows; nothing else is known of this program")
 
 
 def _since(t: float | None, now: float) -> str:

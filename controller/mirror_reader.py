@@ -95,6 +95,14 @@ class MirrorReader:
                 found.append(-1)
         return tuple(found)
 
+    def skip_to_last_bytes(self, count: int) -> bool:
+        """Go to where the last `count` bytes begin, or the newest range does; False: there are none yet."""
+        generation, extents = self._extents()
+        if generation is None or not extents:
+            return False
+        self._generation, self._offset = generation, max(extents.last[0], self._end(extents) - count)
+        return True
+
     def skip_to_last_lines(self, count: int) -> None:
         """Go to where the last `count` lines begin (an unfinished one counts), if they are here."""
         generation, extents = self._extents()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -58,9 +59,25 @@ def mirror_dir(run_id: str, host: str) -> Path:
     return state_root() / "runs" / run_id / host
 
 
+def log_mirror_dir(host: str, container: int | None, log_path: str) -> Path:
+    """The mirror folder of a log that is no run's, at `log_path` on `host`, or in `container` there.
+
+    It is not created here. Raises UsageError when `host` could name a folder outside of the state root.
+    """
+    if not _HOST.fullmatch(host):
+        raise UsageError(f"{host!r} is no address of a host")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", log_path.rpartition("/")[2]).strip(".-")[:40] or "log"
+    key = hashlib.sha256(f"{container}:{log_path}".encode(errors="surrogateescape")).hexdigest()[:12]
+    return state_root() / "logs" / host / f"{name}-{key}"
+
+
 def make_mirror_dir(run_id: str, host: str) -> Path:
     """`mirror_dir`, created, for its owner only. Raises LocalStateError when that fails."""
-    directory = mirror_dir(run_id, host)
+    return made(mirror_dir(run_id, host))
+
+
+def made(directory: Path) -> Path:
+    """The folder, created with those above it, for its owner only. Raises LocalStateError when that fails."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

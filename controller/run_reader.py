@@ -14,7 +14,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from controller import run_records
+from controller import paths, run_records
+from controller.foreign_reader import ForeignReader
 from controller.health import Limits
 from controller.run_records import Crash, Record, table, text, whole
 from controller.run_state import News, RunState, reduce
@@ -109,6 +110,7 @@ class RunReader:
         self._small: dict[str, tuple[tuple[int, int, int], Record | None]] = {}
         self._crashes: dict[str, tuple[tuple[int, int], Crash | None]] = {}
         self._state = RunState()
+        self._foreign = _foreign(directory)
 
     @property
     def state(self) -> RunState:
@@ -133,11 +135,15 @@ class RunReader:
             if again:
                 restarted.add(name)
         crashes, stacks = self._crash_folder()
+        foreign = self._foreign.poll() if self._foreign else None
+        if foreign is not None:
+            records[rundir.EVENTS] = foreign.events
+            restarted |= {rundir.EVENTS} if foreign.restarted else set()
         news = News(
-            run=self._record(rundir.RUN),
+            run=foreign.run if foreign else self._record(rundir.RUN),
             job=self._record(rundir.JOB),
             status=status,
-            progress=self._record(rundir.PROGRESS),
+            progress=foreign.progress if foreign else self._record(rundir.PROGRESS),
             exit=self._record(rundir.EXIT),
             mirror=mirror,
             events=records[rundir.EVENTS],
@@ -148,7 +154,8 @@ class RunReader:
             last_words=self._last_words() if self._state.ended or _says_ended(status) else (),
             unparsable=unparsable,
             restarted=frozenset(restarted),
-            unread_bytes=sum(cursor.unread for cursor in self._cursors.values()),
+            unread_bytes=sum(cursor.unread for cursor in self._cursors.values())
+            + (1 if foreign and foreign.more else 0),
             total_bytes=sum(cursor.size for cursor in self._cursors.values()),
         )
         self._state = reduce(self._state, news, now, self._limits)
@@ -205,6 +212,12 @@ class RunReader:
             return ()
         lines = [line for line in safe_lines(data.decode("utf-8", "replace")) if line.strip()]
         return tuple(lines[-LAST_WORDS:])
+
+
+def _foreign(directory: Path) -> ForeignReader | None:
+    """The reader of a log that is no run's, when the mirror in `directory` is of one."""
+    place = rundir.read_whole(directory / paths.PLACE) or {}
+    return ForeignReader(directory, place) if text(place, "log_path") else None
 
 
 def _says_ended(status: Record | None) -> bool:

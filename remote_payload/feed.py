@@ -349,6 +349,7 @@ class _Feed:
             boot_id=identity.boot_id(),
             **self._presence,
             files=files,
+            source=self._folder.source,
             told_by="looking" if self._watch is None else "inotify",
             **({"left_out": self._left_out} if self._left_out else {}),
             **({"catching_up": True} if catching_up else {}),

@@ -125,7 +125,7 @@ class GrowingFile:
         if self._descriptor is not None:
             held = os.fstat(self._descriptor)
             same = status is not None and (status.st_dev, status.st_ino) == (held.st_dev, held.st_ino)
-            if not same or held.st_nlink == 0:
+            if not same:
                 if not self._renamed and held.st_size > self.sent and self._is_continued(self._descriptor):
                     self._renamed = True
                     return held.st_size

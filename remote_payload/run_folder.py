@@ -10,6 +10,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from remote_payload import rundir
 from remote_payload.inotify import Watch
@@ -19,6 +20,8 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 class RunFolder:
     """Descriptors of a run directory and of its `crash/`. Raises OSError when there is no such directory."""
+
+    source: Final = "run"
 
     def __init__(self, path: Path) -> None:
         self._run = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -9,7 +9,19 @@ from typing import Annotated
 
 import typer
 
-from controller.commands.options import JsonOption, Run, say
+from controller.commands.options import (
+    AcceptOption,
+    ContainerOption,
+    HostOption,
+    JsonOption,
+    KindOption,
+    PortOption,
+    Run,
+    UserOption,
+    chosen_host,
+    say,
+)
+from controller.errors import UsageError
 
 
 def logs(
@@ -21,20 +33,47 @@ def logs(
     whole: Annotated[
         bool, typer.Option("--all", help="From its first byte, also of a log of gigabytes.")
     ] = False,
+    path: Annotated[
+        str | None,
+        typer.Option(
+            "--path", metavar="FILE", help="A log of --host that is no run's, by its absolute path."
+        ),
+    ] = None,
+    host: HostOption = None,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
 ) -> int:
     """Print a run's log: every byte once, across lost connections.
 
-    Of a log that is long already its last MiB comes first, and older bytes only with --all.
+    Of a log that is long already its last MiB comes first, and older bytes only with --all. With --path
+    it is the log of another program, which is followed until Ctrl-C.
 
     With --follow the exit code is the run's: 0 finished, 1 to 63 the trainer's own, 128 + n killed.
 
     \b
     dflashctl logs --follow
     dflashctl logs --tail 20 demo-1130
+    dflashctl logs --host gpubox --path /workspace/train.log --follow
     """
-    from controller.paths import find_run
+    if path is None:
+        if (host, kind, container, user, port) != (None,) * 5:
+            raise UsageError(
+                "--host and its like need --path; a run is named by its id", "See: dflashctl runs"
+            )
+        from controller.paths import find_run
 
-    return follow_to_stdout(find_run(run), follow=follow, tail=tail, whole=whole)
+        directory = find_run(run)
+    elif run is not None:
+        raise UsageError(f"both a run ({run}) and --path ({path}) were given", "Name one of them.")
+    else:
+        from controller.foreign import attach
+
+        chosen = chosen_host(host, kind, container, user, port)
+        directory = attach(chosen, path, say=say, accept_new_host_key=accept_new_host_key)
+    return follow_to_stdout(directory, follow=follow, tail=tail, whole=whole)
 
 
 def status(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,9 @@ from controller.inventory import Host, load
 from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
 from controller.place import open_place
 from controller.timing import Timing
-from tests.dflashctl import dflashctl
+from tests.dflashctl import command, dflashctl, environment
 from tests.rig.cable import Cable
-from tests.rig.mirrored_run import MirroredRun, until
+from tests.rig.mirrored_run import MirroredRun, feeds_of, until
 from tests.rig.rig import Rig
 
 TIMING = Timing.scaled(0.05)
@@ -116,6 +118,39 @@ def test_the_tail_of_a_log_of_two_gigabytes_is_printed_within_two_seconds(rig: R
         assert last.endswith(done.stdout.encode())
     finally:
         run.close()
+
+
+def test_a_log_that_we_did_not_start_is_followed_across_cuts(rig: Rig, laptop: None, tmp_path: Path) -> None:
+    log = f"{rig.workspace}/elsewhere/train.log"
+    there = rig.container_path(log)
+    there.parent.mkdir()
+    first = b"Bucket 0 [   0,  770):   2283 batches (  3.8%)\nTarget 0 on cuda:0...\n"
+    there.write_bytes(first)
+    env = environment(rig.laptop_env() | {"DFLASHCTL_TIME_SCALE": "0.05"})
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        argv = command("logs", "--host", "rig", "--path", log, "--follow")
+        process = subprocess.Popen(argv, env=env, stdout=stdout, stderr=stderr)
+    try:
+        until(lambda: out.read_bytes() == first, "the log")
+        written = first
+        for number in range(3):
+            killed = rig.kill_connections() if number != 1 else rig.freeze_connections()
+            assert killed >= 1
+            more = b"".join(b"step %d loss 2.0\n" % (1000 * number + step) for step in range(1000))
+            with there.open("ab") as file:
+                file.write(more)
+            written += more
+            until(lambda w=written: out.read_bytes() == w, "what was written meanwhile")
+            until(lambda n=number: err.read_text().count("connected again") > n, "the word of it")
+            rig.thaw_connections()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 80
+        assert out.read_bytes() == written
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not feeds_of(rig, log), "the feeds to be gone")
 
 
 def slowness() -> float:
