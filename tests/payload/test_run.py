@@ -11,6 +11,7 @@ import torch
 from remote_payload import rundir
 from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
 from remote_payload.train.dataset import Dataset
+from tests.payload.test_nonfinite import spoil
 from tests.payload.trial import Trial
 
 pytestmark = pytest.mark.slow
@@ -60,8 +61,8 @@ def test_two_targets_and_two_drafters_learn_what_one_and_one_do_with_the_same_ro
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         torch.testing.assert_close(theirs[name], value, atol=2e-5, rtol=2e-4, msg=name)
-    for field in ("loss_first", "loss_last"):
-        assert two.exit[field] == pytest.approx(one.exit[field], rel=1e-4)
+    # The last loss is a mean over the steps since a report a second before: how many is a matter of load.
+    assert two.exit["loss_first"] == pytest.approx(one.exit["loss_first"], rel=1e-4)
     assert one.exit["tokens"] == two.exit["tokens"]
     # The comparison means something: another seed is far away.
     other = finished(tmp_path, "other", steps=16, rows_per_step=2, seed=1)
@@ -126,16 +127,4 @@ def plan_epoch_of(trial: Trial) -> EpochPlan:
 
 def poison_third_row() -> None:
     """The third row's features hold a NaN, as a half broken GPU would make them."""
-    from remote_payload.train import pipeline
-    from remote_payload.train.features import pack
-
-    calls = []
-
-    def poisoned(features: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        calls.append(1)
-        packed = pack(features, lengths)
-        if len(calls) == 3:
-            packed[:] = torch.nan
-        return packed
-
-    vars(pipeline)["pack"] = poisoned
+    spoil(3, 3)
