@@ -101,7 +101,7 @@ def test_a_drafter_that_says_what_the_target_says_before_each_label_has_no_loss(
     arguments = (target.output, row.labels, row.weights, row.anchors, teacher, kind)
     right = block_loss(hidden[:, 1:], *arguments)
     assert 0 <= float(right.loss) + 1e-4 < 1e-3 * float(right.weight)
-    wrong = block_loss(hidden.roll(1, 1)[:, 1:], *arguments)  # each place has what belongs to the one before it
+    wrong = block_loss(hidden.roll(1, 1)[:, 1:], *arguments)  # a place too late
     assert float(wrong.loss) > 20 * abs(float(right.loss)) + 1e-3 * float(wrong.weight)
 
 
