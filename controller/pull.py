@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LocalStateError, PullError
+from controller.hashing import Hashing, in_chunks
 from controller.place import Place, open_place
 from controller.pull_stream import OlderPayloadError, PullStream
 from controller.run_place import RunPlace, payload_argv
@@ -227,12 +228,12 @@ class Pull:
             target.work.parent.mkdir(parents=True, exist_ok=True)
             if offset and target.source == target.final:
                 _continue_copy(target.final, target.work)
-            with target.work.open("r+b" if offset else "wb") as file:
+            with target.work.open("r+b" if offset else "wb") as file, Hashing(digest) as hashing:
                 file.seek(offset)
                 position = offset
-                for data in stream.data():
+                for data in in_chunks(stream.data(), _CHUNK):
                     file.write(data)
-                    digest.update(data)
+                    hashing.update(data)
                     position += len(data)
                     self._received += len(data)
                     if self._progress is not None:

@@ -1,10 +1,13 @@
 """The life of a run through a real sshd, pct and container: restart, resume, pull, and quitting."""
 
+import fcntl
 import json
 import os
 import pty
 import signal
+import struct
 import subprocess
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +134,7 @@ def test_a_pull_across_cuts_brings_every_byte_and_leaves_nothing_behind(
 def view(arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """A view on a terminal of its own, which it loses when that is closed."""
     main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     take = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     argv = command(*arguments)
     argv[2] = take + argv[2]
