@@ -41,7 +41,8 @@ def question(job: Job | None, host: Host, *, deep: bool = False) -> dict[str, An
     """What preflight is asked; it travels among arguments, so of the variables only folders go along."""
     wanted = [] if job is None else [job.target, job.dataset, job.held_out, job.init_from]
     env = {name: value for name, value in host.env.items() if name in ("HF_HOME", "HF_HUB_CACHE")}
-    return {"paths": [path for path in wanted if path], "env": env, "deep": deep}
+    paths = [path for path in wanted if path and not path.startswith("include:")]
+    return {"paths": paths, "env": env, "deep": deep}
 
 
 def examine(

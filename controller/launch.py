@@ -1,7 +1,7 @@
 """From a job to a run that lives without us: check, ship, start.
 
-Two remote commands when the payload is there already: one that brings the payload and examines the
-place, one that starts the supervisor. The local folder with place.json is made before the start, so a
+One remote process, whether the payload is there already or not: it takes the payload, examines the place and
+starts the supervisor. The local folder with place.json is made before the start, so a
 connection that breaks in between leaves a run that `status` can ask about, never one that nobody knows.
 """
 
@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from controller import __version__, doctor, paths
@@ -24,11 +24,12 @@ from controller.errors import (
     PayloadEnvironmentError,
 )
 from controller.gpu_claims import conflicts, living, wants_gpus
+from controller.includes import Included, collect, located, send
 from controller.inventory import Host
 from controller.place import Place, open_place
-from controller.run_place import RunPlace, answer_of, by, payload_command
+from controller.run_place import COMMAND_S, RunPlace, answer_of, by
 from controller.run_records import Record, table
-from controller.ship import Payload, pack, ship
+from controller.ship import Payload, Session, converse, pack
 from controller.text import safe_line
 from remote_payload import rundir
 from remote_payload.job import Job
@@ -59,46 +60,48 @@ def launch(
     progress: Progress | None = None,
     accept_new_host_key: bool = False,
     force: bool = False,
+    include: Sequence[Path] = (),
 ) -> LaunchedRun:
     """Start `job` in `host`, detached. `say` is told each step, `progress` the bytes sent.
 
-    `force`: also on GPUs that somebody uses. Raises the leaf that fits: everything of `place` and `ship`,
-    PayloadEnvironmentError for a failed check, GpusInUseError, LaunchError when the payload refuses.
+    `force`: also on GPUs that somebody uses; `include`: files and folders that the run gets. Raises the leaf
+    that fits: everything of `place` and `ship`, PayloadEnvironmentError for a failed check, GpusInUseError,
+    LaunchError when the payload refuses.
     """
     payload = pack()
-    with open_place(host, accept_new_host_key=accept_new_host_key) as place:
-        use = prepare(place, payload, job, say=say, progress=progress, force=force)
+    files = collect(include)
+    located(job, "", files)  # a name that is not included is said before anything is sent
+    with (
+        open_place(host, accept_new_host_key=accept_new_host_key) as place,
+        converse(place, payload, progress=progress) as session,
+    ):
+        use = prepare(session, job, say=say, force=force)
         known = None if force or not wants_gpus(use, job, host.env) else living(use)
-        return _start(place, payload, job, job_name, known)
+        if files:
+            send(place, payload, files, say=say, progress=progress)
+        return _start(session, job, job_name, known, files)
 
 
-def prepare(
-    place: Place,
-    payload: Payload,
-    job: Job,
-    *,
-    say: Say,
-    progress: Progress | None,
-    force: bool,
-    own: str = "",
-) -> Record:
-    """Ship the payload, examine the place, and see that the job's GPUs are free (but for the run `own`).
+def prepare(session: Session, job: Job, *, say: Say, force: bool, own: str = "") -> Record:
+    """Examine the place where the payload has arrived, and see that the job's GPUs are free.
 
-    Returns what the place said of its GPUs (`gpu-use`).
+    `own`: a run that does not count, since it is to go on. Returns what the place said of its GPUs
+    (`gpu-use`).
     """
+    place, payload = session.place, session.payload
     host = place.description
-    question = json.dumps(doctor.question(job, host))
-    shipped = ship(place, payload, ["preflight", place.workspace, question], progress=progress)
-    if shipped.new_workspace:
+    if session.new_workspace:
         say(f"{host.name}: made the workspace {place.workspace}")
     size = f"{len(payload.files)} files, {len(payload.tar) / 1024:.0f} KiB"
-    how = f"sent ({size})" if shipped.sent else "is there already"
+    how = f"sent ({size})" if session.sent else "is there already"
     say(f"{host.name}: payload {payload.digest[:12]} {how}")
-    answer = rundir.decode(shipped.output)
+    question = json.dumps(doctor.question(job, host))
+    done = session.ask(["preflight", place.workspace, question])
+    answer = rundir.decode(done.stdout)
     if answer is None:
-        lines = shipped.stderr.decode(errors="replace").strip().splitlines()
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
         said = lines[-1] if lines else "it said nothing"
-        raise PayloadEnvironmentError(f"{host.name}: preflight failed with status {shipped.status}: {said}")
+        raise PayloadEnvironmentError(f"{host.name}: preflight failed with status {done.status}: {said}")
     checks = doctor.examine(answer, job, host)
     doctor.require(checks, host)
     fine = [f"{check.name} {check.seen}" for check in checks if check.level == "ok"]
@@ -118,7 +121,10 @@ def prepare(
     return use
 
 
-def _start(place: Place, payload: Payload, job: Job, job_name: str, known: list[str] | None) -> LaunchedRun:
+def _start(
+    session: Session, job: Job, job_name: str, known: list[str] | None, files: Sequence[Included]
+) -> LaunchedRun:
+    place, payload = session.place, session.payload
     host = place.description
     run_id = new_run_id(job_name, time.time())
     while paths.mirror_dir(run_id, place.host).exists():  # the folder below must be ours alone
@@ -148,10 +154,15 @@ def _start(place: Place, payload: Payload, job: Job, job_name: str, known: list[
         **of_this_attempt(place, payload),
     }
     # Living runs that were taken into account; None: it does not matter who else lives.
-    order = json.dumps({"run": run, "job": job.to_toml(), "known": known}).encode()
+    order: dict[str, object] = {
+        "run": run,
+        "job": located(job, run_place.run_dir, files).to_toml(),
+        "known": known,
+    }
+    order["include"] = [file.to_json() for file in files]
     try:
         argv = ["start", place.workspace, run_id]
-        answer, said = answer_of(payload_command(place, run_place.payload_dir, argv, order))
+        answer, said = answer_of(session.ask(argv, json.dumps(order).encode(), timeout=COMMAND_S))
     except ConnectionLostError as error:
         error.hint = f"Whether it started says: dflashctl status {run_id}"
         raise

@@ -1,9 +1,9 @@
 """The other end of `ship`: run in the place as `python -I -c <this text> WORKSPACE DIGEST SIZE COMMAND...`.
 
 Says whether the payload DIGEST is there; if not, takes SIZE bytes of tar from stdin, verifies, unpacks
-beside and renames. Then it becomes `python <payload>/remote_payload COMMAND...`, which saves a round trip.
-It prints one line of JSON a step. Nothing else is in the place yet, so this is standard library only, and
-old enough Python that a wrong interpreter gets an answer instead of a syntax error.
+beside and renames. Then it is `python <payload>/remote_payload COMMAND...`, which saves a round trip and an
+interpreter's start. It prints one line of JSON a step. Nothing else is in the place yet, so this is standard
+library only, and old enough Python that a wrong interpreter gets an answer instead of a syntax error.
 """
 
 import errno
@@ -11,7 +11,9 @@ import hashlib
 import io
 import json
 import os
+import runpy
 import shutil
+import site
 import sys
 import tarfile
 import tempfile
@@ -101,7 +103,10 @@ def main(workspace: str, digest: str, size: str, *command: str) -> None:
         say(error="workspace", text=str(error), errno=error.errno)
         sys.exit(1)
     say(arrived=True)
-    os.execv(sys.executable, [sys.executable, payloads + "/" + digest + "/remote_payload", *command])
+    if sys.prefix == sys.base_prefix and os.path.isdir(site.getusersitepackages()):  # noqa: PTH112
+        site.addsitedir(site.getusersitepackages())  # which -I left out
+    sys.argv = [payloads + "/" + digest + "/remote_payload", *command]
+    runpy.run_path(sys.argv[0], run_name="__main__")  # no second start of an interpreter
 
 
 if __name__ == "__main__":

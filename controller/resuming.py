@@ -19,9 +19,9 @@ from controller.errors import LaunchError, LocalStateError, UsageError
 from controller.launch import Progress, Say, of_this_attempt, payload_dir_of, prepare
 from controller.mirror_files import MirrorFiles
 from controller.place import open_place
-from controller.run_place import RunPlace, answer_of, by, payload_command
+from controller.run_place import RunPlace, answer_of, by
 from controller.run_records import table, text, whole
-from controller.ship import pack
+from controller.ship import converse, pack
 from controller.text import safe_line
 from remote_payload import rundir
 from remote_payload.job import Job, JobError, differences, parse_change, resumable_keys
@@ -63,12 +63,12 @@ def resume(
     values = dict(_change(text) for text in changes)
     job = changed_job(directory / rundir.JOB, values, say)
     payload = pack()
-    with open_place(run_place.host) as place:
-        prepare(place, payload, job, say=say, progress=progress, force=force, own=run_place.run_id)
+    with open_place(run_place.host) as place, converse(place, payload, progress=progress) as session:
+        prepare(session, job, say=say, force=force, own=run_place.run_id)
         order = {"run": of_this_attempt(place, payload), "changes": values, "by": by()}
         payload_dir = payload_dir_of(place, payload)
         argv = ["resume", run_place.run_dir]
-        answer, said = answer_of(payload_command(place, payload_dir, argv, json.dumps(order).encode()))
+        answer, said = answer_of(session.ask(argv, json.dumps(order).encode()))
         if not answer.get("ok"):
             raise LaunchError(f"{run_place.run_id}: not resumed: {safe_line(said)}")
         resumed = run_place.model_copy(

@@ -15,11 +15,13 @@ import json
 import tarfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import remote_payload
 from controller import receiver
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, ShipError
+from controller.place import Completed
+from controller.timing import SCALE_VARIABLE, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +148,9 @@ def start(
     """
     text = Path(receiver.__file__).read_text(encoding="utf-8")
     head = [python or place.python, "-I", "-c", text, place.workspace, payload.digest, str(len(payload.tar))]
-    process = place.start([*head, *command])
+    scale = Timing.from_environment().scale
+    argv = head if scale == 1 else ["env", f"{SCALE_VARIABLE}={scale:g}", *head]
+    process = place.start([*argv, *command])
     lines = _Lines(process)
     try:
         first = lines.next(ANSWER_S)
@@ -163,6 +167,42 @@ def start(
     except BaseException:
         process.close()
         raise
+
+
+class Session:
+    """The payload's commands asked one after the other in one remote process; a context manager."""
+
+    def __init__(self, place: Place, payload: Payload, arrived: Arrived) -> None:
+        self.place = place
+        self.payload = payload
+        self.sent = arrived.sent
+        self.new_workspace = arrived.new_workspace
+        self._arrived = arrived
+
+    def ask(self, command: Sequence[str], stdin: bytes = b"", *, timeout: float = ANSWER_S) -> Completed:
+        """Run one command of the payload. Raises ConnectionLostError, also when it takes too long."""
+        order = {"argv": list(command), "stdin": stdin.decode()}
+        self._arrived.process.send(json.dumps(order).encode() + b"\n")
+        answer = self._arrived.record(timeout)
+        if answer is None:
+            said = self._arrived.process.stderr.decode(errors="replace").strip().splitlines()
+            raise ConnectionLostError(
+                f"{self.place.name}: the payload ended without an answer: {said[-1] if said else 'no word'}"
+            )
+        return Completed(answer["status"], answer["stdout"].encode(), answer["stderr"].encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arrived.process.close()
+
+
+def converse(
+    place: Place, payload: Payload, *, progress: Callable[[int, int], None] | None = None
+) -> Session:
+    """Bring `payload` into `place` if it is not there, and talk to it. Raises what `start` raises."""
+    return Session(place, payload, start(place, payload, ["session"], progress=progress))
 
 
 def _send(process: Process, tar: bytes, progress: Callable[[int, int], None] | None) -> None:

@@ -44,6 +44,12 @@ def _gpus(workspace: str, every: str = "") -> int:
     return list_gpus(Path(workspace), float(every) if every else None)
 
 
+def _session() -> int:
+    from remote_payload.session import serve
+
+    return serve(main)
+
+
 def _prune(workspace: str) -> int:
     from remote_payload.pruning import main as prune
 
@@ -72,7 +78,12 @@ def _start(workspace: str, run_id: str) -> int:
         return _refuse('stdin: expected one JSON object {"run": {...}, "job": "text of job.toml"}')
     try:
         run_dir, pid = start(
-            Path(workspace), run_id, run, job, known=known if isinstance(known, list) else None
+            Path(workspace),
+            run_id,
+            run,
+            job,
+            known=known if isinstance(known, list) else None,
+            include=order.get("include") or (),
         )
     except StartError as error:
         return _refuse(str(error))
@@ -174,6 +185,7 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "preflight": (_preflight, "[WORKSPACE] [QUESTION]"),
     "gpu-use": (_gpu_use, "WORKSPACE"),
     "gpus": (_gpus, "WORKSPACE [SECONDS]"),
+    "session": (_session, ""),
     "setup": (_setup, ""),
     "prune": (_prune, "WORKSPACE"),
     "include": (_include, "WORKSPACE"),

@@ -66,7 +66,7 @@ def quick(workspace: Path, question: Mapping[str, Any]) -> dict[str, Any]:
         "shm_gib": _free_gib(Path("/dev/shm")),
         "nodes": list(_device_nodes()),
         "majors": _majors(),
-        "driver": {"kernel": _kernel_driver(), "library": _library_driver()},
+        "driver": _driver(),
         "paths": {name: _look(name, workspace, env) for name in question.get("paths", [])},
     }
 
@@ -133,6 +133,11 @@ def _majors() -> dict[str, int]:
     """The major numbers that this kernel gave to NVIDIA's drivers, by name."""
     found = re.findall(r"^\s*(\d+) (nvidia\S*)$", _text(_KERNEL_DEVICES), re.MULTILINE)
     return {name: int(number) for number, name in found}
+
+
+def _driver() -> dict[str, str | None]:
+    kernel = _kernel_driver()
+    return {"kernel": kernel, "library": _library_driver() if kernel else None}
 
 
 def _kernel_driver() -> str | None:

@@ -13,19 +13,24 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from remote_payload import checkup, identity, nvidia_smi
+from remote_payload import checkup, identity
 from remote_payload.gpu import COMMAND
 from remote_payload.gpu_use import gpu_use
-from remote_payload.nvidia_smi import NvidiaSmiError
+from remote_payload.nvidia_smi import PATIENCE_S
 
 MODULES = ("torch", "transformers", "pyarrow", "safetensors")
 
 
-def preflight(workspace: Path, question: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def preflight(
+    workspace: Path,
+    question: Mapping[str, Any] | None = None,
+    *,
+    command: str = COMMAND,
+    patience: float = PATIENCE_S,
+) -> dict[str, Any]:
     """One object: `python`, `executable`, `modules`, `gpus`, `use`, `workspace`, `boot_id`, `t`.
 
     `modules`: version or null by name; `gpus`: a number, or the reason why there is none; `use`: see
@@ -34,14 +39,12 @@ def preflight(workspace: Path, question: Mapping[str, Any] | None = None) -> dic
     """
     question = question or {}
     existing = next(path for path in (workspace, *workspace.parents) if path.exists())
-    with ThreadPoolExecutor(1) as pool:  # each nvidia-smi takes a second or more on some machines
-        gpus = pool.submit(count_gpus)
-        use = gpu_use(workspace)
+    use = gpu_use(workspace, command=command, patience=patience)
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         "modules": {name: _version(name) for name in MODULES},
-        "gpus": gpus.result(),
+        "gpus": len(use["gpus"]) or use["why"] or f"{command} listed nothing",
         "use": use,
         "workspace": {
             "path": str(workspace),
@@ -53,16 +56,6 @@ def preflight(workspace: Path, question: Mapping[str, Any] | None = None) -> dic
         "boot_id": identity.boot_id(),
         "t": round(time.time(), 3),
     }
-
-
-def count_gpus(command: str = COMMAND, patience: float = nvidia_smi.PATIENCE_S) -> int | str:
-    """How many GPUs `nvidia-smi -L` lists, or the reason why it lists none."""
-    try:
-        lines = nvidia_smi.ask(["-L"], command=command, patience=patience)
-    except NvidiaSmiError as error:
-        return str(error)
-    gpus = sum(line.startswith("GPU ") and "UUID" in line for line in lines)
-    return gpus or (lines[0] if lines else f"{command} listed nothing")
 
 
 def _version(name: str) -> str | None:

@@ -13,12 +13,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from remote_payload import rundir
+from remote_payload import includes, rundir
 from remote_payload.living import RUNS, living_runs
 
 PAYLOAD = Path(__file__).resolve().parent
@@ -33,14 +33,20 @@ class StartError(Exception):
 
 
 def start(
-    workspace: Path, run_id: str, run: Mapping[str, Any], job: str, *, known: Collection[str] | None = None
+    workspace: Path,
+    run_id: str,
+    run: Mapping[str, Any],
+    job: str,
+    *,
+    known: Collection[str] | None = None,
+    include: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Path, int]:
     """Create `<workspace>/runs/<run_id>/` and start its supervisor; returns the directory and its pid.
 
     `run`: fields of run.json; `job`: text of job.toml; `known`: the living runs that the launch has seen and
-    takes into account (None: any may live). Raises StartError when the id is taken or no id, a needed field
-    is missing, another run was started meanwhile, the folder cannot be written, or the supervisor fails at
-    once.
+    takes into account (None: any may live); `include`: the files that it gets (`includes.put`). Raises
+    StartError when the id is taken or no id, a needed field is missing, another run was started meanwhile,
+    the folder cannot be written, or the supervisor fails at once.
     """
     if not rundir.is_run_id(run_id):
         raise StartError(f"{run_id!r} is no run id: 1 to 63 lower-case letters, digits and dashes")
@@ -57,12 +63,14 @@ def start(
             new = sorted({living["id"] for living in living_runs(workspace)} - set(known or ()))
             if known is not None and new:
                 raise StartError(f"another run was started meanwhile: {', '.join(new)}; launch again")
-            return _make(run_dir, run, job)
+            return _make(run_dir, run, job, include)
     except OSError as error:
         raise StartError(f"{run_dir} cannot be made ({error.strerror})") from error
 
 
-def _make(run_dir: Path, run: Mapping[str, Any], job: str) -> tuple[Path, int]:
+def _make(
+    run_dir: Path, run: Mapping[str, Any], job: str, include: Sequence[Mapping[str, Any]]
+) -> tuple[Path, int]:
     try:
         run_dir.mkdir(mode=0o700)
     except FileExistsError as error:
@@ -74,9 +82,12 @@ def _make(run_dir: Path, run: Mapping[str, Any], job: str) -> tuple[Path, int]:
     try:
         (run_dir / rundir.CONTROL).mkdir(mode=0o700)
         (run_dir / rundir.CRASH).mkdir(mode=0o700)
+        includes.put(run_dir.parents[1], run_dir, include)
         rundir.write_whole(run_dir / rundir.JOB, job.encode())
         rundir.write_whole(run_dir / rundir.RUN, rundir.encode(record))
         return run_dir, detach(run_dir, 1)
+    except includes.IncludeError as error:
+        raise StartError(str(error)) from error
     except OSError as error:
         raise StartError(f"{run_dir} cannot be written ({error.strerror})") from error
 

@@ -75,6 +75,8 @@ def main(say: Say | None = None) -> int:
     """Read the order from stdin, carry it out, say each step as a line of JSON; 0 when the venv is whole."""
     say = say or _print
     order = rundir.decode(sys.stdin.buffer.readline()) or {}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: _end())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     threading.Thread(target=_beat, args=(say,), daemon=True).start()
     try:
@@ -240,9 +242,14 @@ _running: list[subprocess.Popen[bytes]] = []
 
 
 def _end_with_stdin() -> None:
-    """The laptop has gone, or was interrupted: nothing is left at work."""
+    """The laptop has gone, or was interrupted."""
     while sys.stdin.buffer.read(4096):
         pass
+    _end()
+
+
+def _end() -> None:
+    """Leave nothing at work."""
     for process in list(_running):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

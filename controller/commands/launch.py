@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,6 +62,14 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done; contact nobody.")
     ] = False,
+    include: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--include",
+            metavar="PATH",
+            help="A file or folder that the run gets as include/NAME; repeatable.",
+        ),
+    ] = None,
     kind: KindOption = None,
     container: ContainerOption = None,
     user: UserOption = None,
@@ -76,6 +85,7 @@ def launch(
     dflashctl launch --job demo --follow
     dflashctl launch --host gpubox --job mine.toml --set learning_rate=3e-4
     dflashctl launch --host gpubox --job mine.toml --restart on-crash
+    dflashctl launch --host gpubox --job mine.toml --include data.arrow --set dataset=include:data.arrow
     """
     from controller import jobs
 
@@ -94,6 +104,7 @@ def launch(
         progress=show_upload,
         accept_new_host_key=accept_new_host_key,
         force=force,
+        include=include or (),
     )
     print(json.dumps(launch_record(run, chosen)) if as_json else run.run_id, flush=True)
     if not follow:

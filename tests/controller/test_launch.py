@@ -17,6 +17,7 @@ from controller.errors import (
     LocalStateError,
     PayloadEnvironmentError,
     RunLostError,
+    UsageError,
 )
 from controller.inventory import Host
 from controller.launch import LaunchedRun, launch, new_run_id
@@ -108,7 +109,7 @@ def test_the_run_can_be_reached_again_by_its_local_folder(host: Host) -> None:
     wait_for(run, "finished")
 
 
-def test_a_relaunch_takes_two_commands_and_sends_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relaunch_takes_one_command_and_sends_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for(launch(host, JOB, "tiny"), "finished")
     commands = []
 
@@ -120,8 +121,24 @@ def test_a_relaunch_takes_two_commands_and_sends_nothing(host: Host, monkeypatch
     monkeypatch.setattr(local, "LocalProcess", Counted)
     said: list[str] = []
     run = launch(host, JOB, "tiny", say=said.append, progress=lambda *_: pytest.fail("sent again"))
-    assert len(commands) == 2
+    assert len(commands) == 1
     assert "is there already" in said[0]
+    wait_for(run, "finished")
+
+
+def test_included_files_lie_in_the_run_and_the_job_names_them_there(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "data.arrow").write_bytes(b"arrow")
+    values = {"target": "t", "dataset": "include:mine/data.arrow", "mask_token_id": 1}
+    job = Job.from_mapping(values, "test")
+    with pytest.raises(UsageError, match="is not among the included files"):
+        launch(host, job, "tiny")
+    said: list[str] = []
+    run = launch(host, job, "tiny", include=[tmp_path / "mine"], say=said.append)
+    assert "here: including mine/data.arrow (5 B)" in said
+    folder = Path(run.run_dir)
+    assert (folder / "include" / "mine" / "data.arrow").read_bytes() == b"arrow"
+    assert f'dataset = "{folder}/include/mine/data.arrow"' in (folder / rundir.JOB).read_text()
     wait_for(run, "finished")
 
 
@@ -170,7 +187,7 @@ def test_a_start_that_is_refused_leaves_no_run_behind(host: Host) -> None:
 def test_a_connection_that_breaks_during_the_start_leaves_a_run_to_ask_about(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_place, "COMMAND_S", 0.0)
+    monkeypatch.setattr("controller.launch.COMMAND_S", 0.0)
     with pytest.raises(ConnectionLostError) as caught:
         launch(host, JOB, "tiny")
     (known,) = paths.known_runs()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from controller import receiver
-from controller.errors import PayloadEnvironmentError, ShipError
+from controller.errors import ConnectionLostError, PayloadEnvironmentError, ShipError
 from controller.inventory import Host
 from controller.place import Place, open_place
-from controller.ship import Payload, Shipped, pack, ship
+from controller.ship import Payload, Shipped, converse, pack, ship
 
 MAIN = "import sys; print('ran', *sys.argv[1:]); sys.exit(5)"
 
@@ -187,3 +187,24 @@ def test_the_receiver_needs_the_standard_library_alone() -> None:
     )
     assert done.stderr == b""
     assert b'"error": "workspace"' in done.stdout
+
+
+def test_a_session_answers_one_command_after_the_other_in_one_process(place: Place) -> None:
+    with converse(place, pack()) as session:
+        assert session.sent
+        preflight = session.ask(["preflight", place.workspace])
+        assert preflight.status == 0 and b'"python"' in preflight.stdout
+        refused = session.ask(["start", place.workspace, "No Id"], b'{"run": {}, "job": ""}')
+        assert refused.status == 1 and b"is no run id" in refused.stdout
+        usage = session.ask(["lunch", "it's \u00fc"])
+        assert usage.status == 64 and b"unknown command" in usage.stderr
+        crashed = session.ask(["gpus", place.workspace, "soon"])
+        assert crashed.status == 1 and b"ValueError" in crashed.stderr
+    with converse(place, pack()) as session:
+        assert not session.sent
+
+
+def test_a_session_that_ends_is_a_lost_connection(place: Place, package: Path) -> None:
+    (package / "__main__.py").write_text("import sys; sys.exit('no such thing')")
+    with converse(place, pack(package)) as session, pytest.raises(ConnectionLostError, match="no such thing"):
+        session.ask(["preflight"])

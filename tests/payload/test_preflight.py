@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from remote_payload import identity
-from remote_payload.preflight import count_gpus, preflight
+from remote_payload.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +73,7 @@ def test_a_workspace_below_a_plain_file_is_not_writable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo 'GPU 0: NVIDIA H200 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-b)'", 2),
+        ("echo '0, GPU-a, NVIDIA H200, 1, 143771'; echo '1, GPU-b, NVIDIA H200, 1, 143771'", 2),
         ("echo 'No devices were found'; exit 6", "No devices were found"),
         (
             "echo 'Failed to initialize NVML: Unknown Error'; exit 255",
@@ -91,10 +91,11 @@ def test_gpus_are_a_number_or_the_reason_why_there_are_none(
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o755)
     began = time.monotonic()
-    count = count_gpus(str(command), patience=0.5)
+    count = preflight(tmp_path, command=str(command), patience=0.5)["gpus"]
     assert count == (expected.format(command) if isinstance(expected, str) else expected)
     assert time.monotonic() - began < 5
 
 
 def test_no_nvidia_smi_is_a_reason(tmp_path: Path) -> None:
-    assert count_gpus(str(tmp_path / "none")) == f"{tmp_path / 'none'} is not installed here"
+    count = preflight(tmp_path, command=str(tmp_path / "none"))["gpus"]
+    assert count == f"{tmp_path / 'none'} is not installed here"
