@@ -145,6 +145,18 @@ def test_the_gradient_is_float32_exact_to_a_few_roundings(kind: Objective) -> No
 
 
 @KINDS
+def test_in_bfloat16_loss_and_gradient_are_those_of_the_rounded_inputs(kind: Objective) -> None:
+    case = Case(40, 8, 301, 4, torch.bfloat16)
+    scores, found = case.fused(kind)
+    assert scores.loss.dtype == torch.float32 and found.dtype == torch.bfloat16
+    case.hidden, case.teacher = case.hidden.double(), case.teacher.double()
+    case.head = OutputHead(case.head.weight.double(), None, 1.0, None)
+    loss, _, exact = case.slow(kind)
+    assert float(scores.loss.detach()) == pytest.approx(float(loss), rel=0.02)
+    assert float(torch.cosine_similarity(found.double().flatten(), exact.flatten(), dim=0)) > 0.999
+
+
+@KINDS
 def test_a_hint_of_the_slots_in_use_changes_nothing(kind: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objective, "MOST_ROWS", 6)
     case = Case(9, 4, 11, 5)
