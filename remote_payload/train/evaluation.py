@@ -1,13 +1,12 @@
 """tau on held-out prompts by real speculative decoding, and the check that its text is the target's own.
 
 Needs a target, a drafter and prompts, and nothing of a run: training (`evaluating.py`) and the `evaluate`
-command both use it. The keys of a record are a contract; docs/rundir.md lists them.
+command both use it. What is made of the decoded texts stands in `tau.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from torch import Tensor
 
 from remote_payload.train import target_cache
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.decode import Decoded, Decoder, allowed_gap, first_difference
+from remote_payload.train.decode import Decoded, Decoder
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.target import Target
+from remote_payload.train.tau import DecodedText, figures, pooled
 from remote_payload.train.unusable import NO_MASK, NULL, OTHER_LENGTH
 
 LOGIT_GAP = 0.25
@@ -52,6 +52,7 @@ class Report:
     record: dict[str, Any]
     not_lossless: tuple[str, ...] = ()
     """One sentence for each text that rounding does not explain: a bug, never a matter of training."""
+    texts: tuple[DecodedText, ...] = ()
 
 
 def held_out_prompts(dataset: Dataset, count: int, vocabulary: int) -> list[HeldOutPrompt]:
@@ -113,79 +114,17 @@ class Evaluation:
             drafted.append(decoder.speculative(ids, drafter))
             if not go_on(number + 1, len(self._prompts)):
                 return None
-        record = {"step": step, **self._rounds(drafted, drafter.config.block_size)}
-        equality, not_lossless = self._equality(drafted, target.dtype)
-        seconds, plain_seconds = (sum(text.seconds for text in texts) for texts in (drafted, self._own))
-        record |= equality
-        record |= {
-            "tokens_per_s": round(record["tokens"] / seconds, 2),
-            "plain_tokens_per_s": round(sum(len(text.tokens) for text in self._own) / plain_seconds, 2),
+        texts = tuple(
+            DecodedText.of(number, prompt.kind, own, text, target.dtype, self._logit_gap)
+            for number, (prompt, own, text) in enumerate(zip(self._prompts, self._own, drafted, strict=True))
+        )
+        record = {
+            "step": step,
+            **figures(texts, drafter.config.block_size),
             "eval_s": round(time.monotonic() - began, 2),
         }
-        return Report(tau=_pooled(drafted), record=record, not_lossless=tuple(not_lossless))
-
-    def _rounds(self, drafted: list[Decoded], block_size: int) -> dict[str, Any]:
-        """tau and acceptance; a round that gave n tokens accepted n - 1 drafted ones."""
-        rounds = [given for text in drafted for given in text.rounds]
-        reached = [sum(given > place for given in rounds) for place in range(block_size)]
-        by_kind: dict[str, list[Decoded]] = defaultdict(list)
-        for prompt, text in zip(self._prompts, drafted, strict=True):
-            by_kind[prompt.kind].append(text)
-        return {
-            "tau": round(_pooled(drafted), 4),
-            "tau_macro": round(_macro(drafted), 4),
-            "acceptance": [round(count / max(1, len(rounds)), 4) for count in reached[1:]],
-            "conditional_acceptance": [
-                round(count / before, 4) if before else None for before, count in itertools.pairwise(reached)
-            ],
-            "prompts": len(drafted),
-            "tokens": sum(len(text.tokens) for text in drafted),
-            "by_kind": {
-                kind: {
-                    "tau": round(_pooled(texts), 4),
-                    "tau_macro": round(_macro(texts), 4),
-                    "prompts": len(texts),
-                }
-                for kind, texts in sorted(by_kind.items())
-            },
-        }
-
-    def _equality(self, drafted: list[Decoded], dtype: torch.dtype) -> tuple[dict[str, Any], list[str]]:
-        """How many texts are the target's own, and a sentence for each that is not and should be."""
-        parted = [
-            (number, found)
-            for number, (own, text) in enumerate(zip(self._own, drafted, strict=True))
-            if (found := first_difference(own, text)) is not None
-        ]
-        wrong = [
-            f"held-out prompt {number} ({self._prompts[number].kind}): token {found.place} is not the"
-            f" target's own; its two best logits are {found.gap:.3g} apart there, and rounding explains up to"
-            f" {most:.3g}"
-            for number, found in parted
-            if found.gap > (most := allowed_gap(found.best, dtype, self._logit_gap))
-        ]
-        counts = {
-            "text_equal": len(drafted) - len(parted),
-            "diverged": len(parted),
-            "diverged_allowed": len(parted) - len(wrong),
-            "largest_gap": max((found.gap for _, found in parted), default=None),
-        }
-        return counts, wrong
-
-
-def _pooled(texts: list[Decoded]) -> float:
-    """Tokens of a round, over all rounds."""
-    return mean([given for text in texts for given in text.rounds])
-
-
-def _macro(texts: list[Decoded]) -> float:
-    """Tokens of a round, each text's own mean counting once, as in the paper."""
-    return mean([mean(text.rounds) for text in texts if text.rounds])
-
-
-def mean(values: list[int] | list[float]) -> float:
-    """The mean, or 1.0 of nothing: without a round every token came from the target."""
-    return sum(values) / len(values) if values else 1.0
+        wrong = tuple(text.not_lossless for text in texts if text.not_lossless)
+        return Report(tau=pooled(texts), record=record, not_lossless=wrong, texts=texts)
 
 
 def drafter_with(
