@@ -5,8 +5,9 @@ orders of writing:
 
 1. bytes reach the disk before the extents that claim them do (`save` syncs the files first; meanwhile
    `arrived` tells readers of older bytes that lie in a hole: a power cut may take them away again);
-2. when a file begins anew (another generation), `mirror.json` gives its extents up before the local file
-   is cut, so a reader who sees new bytes also sees the new generation;
+2. when a file begins anew (another generation), `mirror.json` gives its extents up before an empty file takes
+   the place of the local one, so a reader who sees new bytes also sees the new generation, and one who has
+   the old file open can read it to its end;
 3. what lies behind the last extent when a folder is taken over was written by a process that died before it
    could claim it: it is cut off and asked for again.
 
@@ -163,7 +164,7 @@ class MirrorFiles:
             file.inode = None
             file.claimed = []
             self.save()
-            self._cut(frame.file, file, 0)
+            self._begin_anew(frame.file, file)
         if file.extents and frame.offset > file.extents.end:
             raise ProtocolError(
                 f"the feed left out bytes {file.extents.end} to {frame.offset} of {frame.file}"
@@ -254,6 +255,19 @@ class MirrorFiles:
             except OSError as error:
                 raise self._trouble("cannot open", name, error) from error
         return file.descriptor
+
+    def _begin_anew(self, name: str, file: MirroredFile) -> None:
+        if file.descriptor >= 0:
+            os.close(file.descriptor)
+            file.descriptor = -1
+        path = self.directory / name
+        new = path.with_name(f".{path.name}.new")
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            file.descriptor = os.open(new, flags, 0o600)
+            new.replace(path)
+        except OSError as error:
+            raise self._trouble("cannot replace", name, error) from error
 
     def _cut(self, name: str, file: MirroredFile, size: int) -> None:
         try:

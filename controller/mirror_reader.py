@@ -2,7 +2,8 @@
 
 A reader never looks behind what `mirror.json` claims, with one exception that keeps it as fast as the
 writer: bytes from the end of the last extent to the end of the file are good too, if the generation is
-still the same after they were read (`mirror_files` says why).
+still the same after they were read (`mirror_files` says why). The file stays open, so that one that was
+replaced is read to its end before the new one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class MirrorReader:
         self._record: dict[str, Any] = {}
         self._generation: int | None = None
         self._offset = 0
+        self._descriptor = -1
+        self._last_from = 0  # where the newest range began when we last read
+
+    def __del__(self) -> None:
+        self._close()
 
     def record(self) -> dict[str, Any]:
         """`mirror.json` as it is now; empty when there is none."""
@@ -66,16 +72,37 @@ class MirrorReader:
             if generation is None:
                 return None
             restarted = self._generation is not None and generation != self._generation
+            if restarted:
+                if rest := self._rest(most):
+                    return Piece(rest)
+                self._close()
             offset = self._offset if generation == self._generation else 0
+            was_open = self._descriptor >= 0
             piece = self._piece(extents, offset, most)
-            if self._extents()[0] != generation:
-                continue  # it began anew while we read
+            if self._extents()[0] != generation:  # it began anew while we read
+                if not was_open:
+                    self._close()  # whichever of the two it is
+                continue
             if piece is None and not restarted:
                 return None
             self._generation = generation
             data, start = piece or (b"", offset)
             self._offset = start + len(data)
+            self._last_from = extents.last[0]
             return Piece(data, start - offset, restarted)
+
+    def _rest(self, most: int) -> bytes:
+        """What is left of the file that was replaced, if nothing is missing before it."""
+        if self._descriptor < 0 or self._offset < self._last_from:
+            return b""
+        data = os.pread(self._descriptor, most, self._offset)
+        self._offset += len(data)
+        return data
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def waits_at_hole(self) -> bool:
         """Whether there are known bytes, but missing ones before them."""
@@ -145,14 +172,12 @@ class MirrorReader:
                 stop = self._end(extents)
         if start > offset and not self.skip_holes:
             return None
-        try:
-            descriptor = os.open(self._directory / self._name, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            data = os.pread(descriptor, max(0, min(most, stop - start)), start)
-        finally:
-            os.close(descriptor)
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self._directory / self._name, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return None
+        data = os.pread(self._descriptor, max(0, min(most, stop - start)), start)
         return (data, start) if data else None
 
     def _end(self, extents: Extents) -> int:

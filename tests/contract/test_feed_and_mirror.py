@@ -338,6 +338,27 @@ def test_a_follower_that_is_suspended_gives_the_lock_away_and_misses_nothing(run
     run.assert_extents_hold()
 
 
+def test_a_log_that_is_renamed_away_is_printed_to_its_last_byte_before_the_new_one(run: Run) -> None:
+    run.append("train.log", b"before\n")
+    follower = run.holder(FOLLOWER)
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == b"before\n"
+    for number in range(5):
+        pid = run.feeds()[0]
+        os.kill(pid, signal.SIGSTOP)  # all of it comes at once
+        words = [b"last words %d\n" % n for n in range(2000)]
+        run.append("train.log", b"".join(words))
+        (run.remote / "train.log").rename(run.remote / f"train.log.{number}")
+        run.append("train.log", b"new %d\n" % number)
+        os.kill(pid, signal.SIGCONT)
+        for line in (*words, b"new %d\n" % number):
+            assert follower.stdout.readline() == line
+    run.end()
+    assert follower.stdout.read() == b""
+    assert follower.wait(10) == 0
+    run.assert_extents_hold()
+
+
 def test_a_large_log_is_attached_at_its_tail_to_a_line_start(run: Run) -> None:
     line = b"a line of the log with its newline\n"
     run.append("train.log", line * (3 * LOG_TAIL_BYTES // len(line)))

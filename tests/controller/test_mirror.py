@@ -371,27 +371,26 @@ def test_a_file_replaced_while_nobody_watched_is_taken_anew(
     assert record(folder)["files"]["events.jsonl"]["generation"] == 5
 
 
-def test_a_new_generation_is_in_the_record_before_the_file_is_cut(
+def test_a_new_generation_is_in_the_record_before_the_file_is_replaced(
     remote: Remote, mirrors: Callable[..., Mirror], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuts: list[tuple[int, int, int]] = []
-    cut = os.ftruncate
+    replaced: list[tuple[int, int, int]] = []
+    replace = os.replace
 
-    def watched(descriptor: int, size: int) -> None:
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        listed = record(folder).get("files", {}).get(name)
+    def watched(new: Path, path: Path) -> None:
+        listed = record(folder).get("files", {}).get(path.name)
         if listed:
-            cuts.append((listed["generation"], len(listed["extents"]), os.fstat(descriptor).st_size))
-        cut(descriptor, size)
+            replaced.append((listed["generation"], len(listed["extents"]), path.stat().st_size))
+        replace(new, path)
 
     remote.files["train.log"] += b"first life" * 100
     mirror = mirrors(Line(remote))
     mirror.start()
     until(lambda: (folder / "train.log").exists() and (folder / "train.log").stat().st_size == 1000)
-    monkeypatch.setattr(os, "ftruncate", watched)
+    monkeypatch.setattr(os, "replace", watched)
     remote.replace_file("train.log", b"second")
     until(lambda: (folder / "train.log").read_bytes() == b"second")
-    assert cuts == [(2, 0, 1000)]
+    assert replaced == [(2, 0, 1000)]
 
 
 def test_a_file_cut_to_nothing_is_cut_here_too_and_does_not_hold_up_the_end(
