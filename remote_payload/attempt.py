@@ -211,6 +211,11 @@ class Attempt:
         return Ended(ended, self._step, trained, self._asked_to_stop)
 
     def _judge(self, trainer: TrainerProcess, returncode: int, memory: memory_events.MemoryEvents) -> Outcome:
+        word = rundir.read_whole(self._dir / rundir.EXIT)
+        if word is not None and word.get("attempt", self._status.attempt) != self._status.attempt:
+            word = None
+        if word is not None and isinstance(word.get("step"), int):
+            self._step = word["step"]  # exact, where progress may be a second old
         signalled = outcome.signal_name(-returncode) if returncode < 0 else None
         self._status.note(
             "trainer_exited",
@@ -226,9 +231,6 @@ class Attempt:
             why = memory_events.hint(memory, memory_events.read())
         elif signalled == "SIGTERM" and self._asked_to_stop:
             why = "it was asked to stop before it could write a checkpoint"
-        word = rundir.read_whole(self._dir / rundir.EXIT)
-        if word is not None and word.get("attempt", self._status.attempt) != self._status.attempt:
-            word = None
         log = self._dir / rundir.TRAIN_LOG
         return outcome.judge(returncode, word, why_killed=why, last_line=outcome.last_line(log))
 

@@ -121,6 +121,13 @@ def test_the_same_failure_at_the_same_step_is_tried_no_third_time(place: Place) 
     )
 
 
+def test_the_step_of_a_failure_is_the_trainers_own_word_where_progress_is_older(place: Place) -> None:
+    script = "progress(140 + attempt); leave('crashed', 1, error='bad', step=150); sys.exit(1)"
+    status = place.start(restarting(script)).ended()
+    assert status["reason"].startswith("bad; not restarted: it failed in the same way at step 150")
+    assert status["attempt"] == 2
+
+
 def test_a_run_that_was_stopped_is_not_restarted_though_it_had_to_be_killed(place: Place) -> None:
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprogress(3)\ntime.sleep(600)"
     run = place.start(restarting(script))
