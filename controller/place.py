@@ -18,6 +18,7 @@ import dataclasses
 import re
 import secrets
 import shlex
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -203,7 +204,10 @@ def open_place(description: Host, *, accept_new_host_key: bool = False) -> Place
         from controller.local import Local
 
         return Local(description)
-    from controller.remote import Proxmox, Ssh  # paramiko takes a quarter of a second to import
+    # paramiko takes a while to import, half of it for invoke (asyncio, yaml, unittest.mock), which it needs
+    # for the `Match exec` of its own parser alone; ssh -G evaluates ours.
+    sys.modules.setdefault("invoke", None)  # type: ignore[arg-type]
+    from controller.remote import Proxmox, Ssh
 
     kind = Proxmox if description.kind == "proxmox" else Ssh
     return kind(description, accept_new_host_key=accept_new_host_key)

@@ -7,16 +7,11 @@ library only, and old enough Python that a wrong interpreter gets an answer inst
 """
 
 import errno
-import hashlib
-import io
 import json
 import os
 import runpy
-import shutil
 import site
 import sys
-import tarfile
-import tempfile
 import time
 
 OLDEST = (3, 11)
@@ -40,6 +35,10 @@ def sync_folder(path: str) -> None:
 
 def unpack(data: bytes, folder: str) -> None:
     """Write the files of the tar `data` below `folder`, each synced; nothing but plain files."""
+    import io
+    import shutil
+    import tarfile
+
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for member in tar:
             path = os.path.join(folder, member.name)  # noqa: PTH118 - pathlib would be slower to import
@@ -57,6 +56,8 @@ def unpack(data: bytes, folder: str) -> None:
 
 def sweep(payloads: str) -> None:
     """Remove what transfers that broke off more than a day ago left."""
+    import shutil
+
     for name in os.listdir(payloads):  # noqa: PTH208
         path = payloads + "/" + name
         if name.startswith(".incoming-") and time.time() - os.stat(path).st_mtime > STALE_S:  # noqa: PTH116
@@ -65,6 +66,10 @@ def sweep(payloads: str) -> None:
 
 def receive(payloads: str, digest: str, size: int) -> None:
     """Take the payload from stdin into `payloads/<digest>`. Exits when it does not arrive whole."""
+    import hashlib  # imported where they are needed: a payload that is there already needs none of them
+    import shutil
+    import tempfile
+
     data = sys.stdin.buffer.read(size)
     if len(data) != size:
         say(error="digest", text="only %d of %d bytes arrived" % (len(data), size))  # noqa: UP031
