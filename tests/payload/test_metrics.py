@@ -21,10 +21,10 @@ from remote_payload.train.run_control import ThreadStatus
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 FIELDS = """
-phase step steps epoch eta_s loss loss_ema ce tau_estimate
-tau tau_step gradient_norm learning_rate tokens anchors anchor_coverage_share document_coverage_share tokens_per_s
-step_s mfu_share execution recompiles nonfinite_steps wait queues buckets
-threads devices skipped checkpoint checkpoint_error best alarm
+phase step steps epoch eta_s loss loss_ema ce tau_estimate tau tau_step gradient_norm learning_rate
+tokens anchors anchor_coverage_share document_coverage_share tokens_per_s step_s mfu_share execution
+recompiles nonfinite_steps wait queues buckets threads devices skipped checkpoint checkpoint_error
+best alarm
 """
 THREAD_FIELDS = "name role device state step bucket last_sign busy_s waited_s"
 
