@@ -80,7 +80,7 @@ def start(
     64 usage, 65 hosts.toml, 66 unreachable, 67 host key, 68 login, 69 pct, 70 container,
     71 venv or workspace, 72 payload not sent, 73 not started, 74 nobody is there, 75 protocol,
     76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled,
-    99 a defect, 141 nobody reads stdout.
+    82 no checkpoint, 99 a defect, 141 nobody reads stdout.
     """
     if quiet and verbose:
         raise UsageError("--quiet and --verbose exclude each other")

@@ -128,5 +128,11 @@ class PullError(DflashctlError):
     exit_code = 81
 
 
+class CheckpointError(DflashctlError):
+    """The run tried to write the checkpoint that it was asked for, and could not."""
+
+    exit_code = 82
+
+
 INTERNAL_EXIT_CODE = 99
 """Exit code of an exception nobody expected: a defect of dflashctl."""

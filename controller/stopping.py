@@ -6,19 +6,22 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from controller.errors import RunLostError
+from controller.errors import CheckpointError, RunLostError
 from controller.launch import Say
 from controller.run_control import ask, memory_left
 from controller.run_control import stop as ask_to_stop
+from controller.run_events import Event
 from controller.run_place import RunPlace
 from controller.run_state import RunState
 from controller.status import read_state
+from controller.text import safe_line
 from controller.timing import Timing
 from controller.watching import catch_up, last_state, mirrored, wait_for
 from remote_payload.rundir import CHECKPOINTS, Request
 
 _BEYOND_GRACE_S: Final = 60.0
 """The supervisor's last call, its own end, and a connection that is made anew."""
+_FAILED: Final = "checkpoint_failed"
 _RELEASE_S: Final = 10.0
 """How long a driver may take to give the memory of a dead process back."""
 
@@ -88,15 +91,17 @@ def checkpoint(directory: Path, *, limit_s: float, say: Say) -> dict[str, Any]:
             limit_s=limit_s,
             what="a checkpoint",
         )
-    step = _written(state, before)
-    if step is None:
+    answer = _written(state, before)
+    if answer is None:
         raise RunLostError(f"{run_place.run_id}: ended before it wrote one ({state.health.headline})")
-    path = f"{run_place.run_dir}/{CHECKPOINTS}/step-{step}"
-    return {"run": run_place.run_id, "step": step, "path": path, "place": run_place.host.name}
+    if answer.kind == _FAILED:
+        raise CheckpointError(f"{run_place.run_id}: {safe_line(answer.line)}", "The run goes on.")
+    path = f"{run_place.run_dir}/{CHECKPOINTS}/step-{answer.step}"
+    return {"run": run_place.run_id, "step": answer.step, "path": path, "place": run_place.host.name}
 
 
-def _written(state: RunState, before: float) -> int | None:
-    """The step of the checkpoint that was written after a request that came after `before`."""
+def _written(state: RunState, before: float) -> Event | None:
+    """What came of the first request for a checkpoint after `before`: it was written, or could not be."""
     asked = [
         event.t
         for event in state.supervisor_events
@@ -104,9 +109,7 @@ def _written(state: RunState, before: float) -> int | None:
     ]
     if not asked:
         return None
-    steps = [
-        event.step
-        for event in state.history.events
-        if event.kind == "checkpoint" and event.t is not None and event.t >= asked[0]
-    ]
-    return steps[0] if steps else None
+    for event in state.history.events:
+        if event.kind in ("checkpoint", _FAILED) and event.t is not None and event.t >= asked[0]:
+            return event
+    return None

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from controller import paths
-from controller.errors import GpusInUseError, LaunchError, NotInTimeError, RunLostError, UsageError
+from controller.errors import (
+    CheckpointError,
+    GpusInUseError,
+    LaunchError,
+    NotInTimeError,
+    RunLostError,
+    UsageError,
+)
 from controller.inventory import Host
 from controller.launch import LaunchedRun, launch
 from controller.resuming import resume
@@ -106,6 +113,21 @@ def test_a_stop_tells_how_the_run_ended_and_a_second_one_the_same(run: LaunchedR
     assert (stopped["state"], stopped["exit_code"], stopped["held"]) == ("STOPPED", 3, [])
     assert set(stopped) == documented("stop")
     assert stop(run.local_dir, grace_s=20, say=quiet) == stopped
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_is_said_at_once(tmp_path: Path, payload: Path) -> None:
+    broken = STEPS.replace(
+        "            save()\n        if step",
+        "            events.write('checkpoint_failed', step=step, error='disk full')\n        if step",
+    )
+    assert broken != STEPS
+    (payload / "train" / "main.py").write_text(broken)
+    run = launch(local_host(tmp_path), JOB, "full")
+    wait_for_state(run, "running")
+    with pytest.raises(CheckpointError, match=r"checkpoint of step \d+ not written: disk full"):
+        checkpoint(run.local_dir, limit_s=30, say=quiet)
+    end(run)
 
 
 @pytest.mark.slow
