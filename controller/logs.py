@@ -52,7 +52,7 @@ def follow_log(
     trouble = Trouble(sys.stderr if notes is None else notes, lambda: printer.at_line_start)
     with Suspension(mirror) as suspension:
         waiter = Waiter(reader, mirror, out, suspension.check)
-        if tail is not None or not follow:
+        if tail is not None or not (follow or whole):
             wait_until_current(reader, trouble, waiter)
         if tail is not None:
             reader.skip_to_last_lines(tail)
@@ -62,7 +62,7 @@ def follow_log(
                 seen, gave_up = waiter.seen(), waiter.gave_up  # before the record that they are about
                 record = reader.record()
                 ended = record.get("state") == "ended"
-                trouble.tell(record, mirror, time.time(), quiet=not follow)
+                trouble.tell(record, mirror, time.time(), quiet=not (follow or whole))
                 piece = reader.read()
                 if piece is not None:
                     _show(piece, printer, trouble, tell_missing=tail is None)
@@ -73,7 +73,7 @@ def follow_log(
                         continue
                     reader.skip_holes = True  # they cannot be had now
                     continue
-                if ended or not follow:
+                if ended or (not follow and waiter.is_settled(record)):
                     break
                 if gave_up:
                     raise _refusal(record, mirror)

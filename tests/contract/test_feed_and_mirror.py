@@ -263,6 +263,31 @@ def test_truncation_and_replacement_under_a_writer_are_followed(run: Run) -> Non
     run.assert_extents_hold()
 
 
+@pytest.mark.parametrize("how", ["another inode", "rewritten in place", "cut and grown again"])
+def test_a_file_replaced_by_one_of_the_same_size_while_nobody_watched_is_noticed(run: Run, how: str) -> None:
+    log = run.remote / "train.log"
+    first = random.Random(4).randbytes(50_000)
+    run.append("train.log", first)
+    mirror = run.mirror(whole_log=True)
+    mirror.start()
+    until(lambda: run.record().get("complete"))
+    mirror.stop(5.0)
+    if how == "another inode":  # with the same beginning and the same end
+        (run.remote / "new").write_bytes(first[:20_000] + b"x" * 100 + first[20_100:])
+        (run.remote / "new").replace(log)
+    elif how == "rewritten in place":
+        with log.open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            file.write(b"y" * 100)
+    else:
+        log.write_bytes(random.Random(5).randbytes(50_000))
+    mirror.start()
+    until(lambda: run.record()["files"]["train.log"]["generation"] == 2)
+    run.end()
+    until(lambda: not mirror.running)
+    run.assert_extents_hold()
+
+
 def test_a_killed_writer_of_the_folder_is_replaced_by_one_that_waited(run: Run) -> None:
     writer = Writer(run, 2_000_000, 5)
     first = run.holder()
