@@ -258,7 +258,9 @@ def _env(table: Any, spot: _Spot) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InventoryError(f"{spot.inside(name)}: is no name of a variable")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise InventoryError(f"{spot.inside(name)} = {value!r}: expected a string in quotes")
+            raise InventoryError(
+                f"{spot.inside(name)}: expected a string in quotes"
+            )  # not its value: a secret
         if "\0" in str(value):
             raise InventoryError(f"{spot.inside(name)}: a variable cannot hold a NUL byte")
         env[name] = str(value)
@@ -289,7 +291,8 @@ def _host(values: dict[str, Any], spot: _Spot) -> Host:
         if first["loc"]:
             key = str(first["loc"][0])
             expected = _EXPECTED.get(first["type"], first["msg"]).format(**first.get("ctx", {}))
-            shown = "" if first["type"] == "missing" else f" = {first['input']!r}"
+            hidden = first["type"] == "missing" or key in ("env", "index")  # they may hold secrets
+            shown = "" if hidden else f" = {first['input']!r}"
             raise InventoryError(f"{spot.inside(key)}{shown}: {expected}") from error
         key, _, expected = str(first["ctx"]["error"]).partition(": ")
         raise InventoryError(f"{spot.inside(key)}: {expected}") from error

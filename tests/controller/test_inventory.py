@@ -141,7 +141,7 @@ def test_the_named_file_comes_before_the_folders_and_that_before_the_configurati
             "h:1: default = 'gpubx': is no place of this file; did you mean gp",
         ),
         ("default =", "defualt =", "h:1: defualt: unknown key; did you mean default?"),
-        ("A = 1", "A = [1]", "h:21: env.A = [1]: expected a string in quotes"),
+        ("A = 1", "A = [1]", "h:21: env.A: expected a string in quotes"),
         ("A = 1", '"a-b" = 1', "h:21: env.a-b: is no name of a variable"),
         ("A = 1", "A = ", "h: is not TOML: Invalid value (at line 21, column 5)"),
     ],
@@ -151,6 +151,38 @@ def test_an_error_names_file_line_key_and_what_was_expected(old: str, new: str, 
     with pytest.raises(InventoryError) as caught:
         parse(FILE.replace(old, new, 1), "h")
     assert text in caught.value.message
+
+
+def test_no_error_shows_a_value_that_may_be_secret() -> None:
+    for text in (
+        FILE.replace('B = "all"', 'HF_TOKEN = ["hunter2"]'),
+        FILE.replace("container = 200", 'container = 200\nindex = ["https://me:hunter2@x"]'),
+        FILE.replace('B = "box"', '"HF TOKEN" = "hunter2"'),
+    ):
+        assert "hunter2" in text
+        with pytest.raises(InventoryError) as caught:
+            parse(text, "h")
+        assert "hunter2" not in caught.value.message + caught.value.hint
+
+
+def test_keys_of_setup_and_sudo_are_checked_as_the_others() -> None:
+    def changed(line: str) -> str:
+        return FILE.replace("container = 200", f"container = 200\n{line}")
+
+    host = parse(changed('sudo = true\nwheels = "/w"\nbase_python = "python3.12"'), "h").hosts["gpubox"]
+    assert (host.sudo, host.wheels, host.base_python, host.connect_timeout) == (
+        True,
+        "/w",
+        "python3.12",
+        None,
+    )
+    assert host.command_line("true") == "ssh root@10.1.2.6 sudo pct exec 200 -- true"
+    with pytest.raises(InventoryError, match=r"wheels: 'w' is relative"):
+        parse(changed('wheels = "w"'), "h")
+    with pytest.raises(InventoryError, match=r"sudo = 'yes': expected true or false"):
+        parse(changed('sudo = "yes"'), "h")
+    with pytest.raises(InventoryError, match="sudo: kind local has none"):
+        parse('[places.here]\nkind = "local"\nsudo = true\n', "h")
 
 
 def test_a_place_is_found_by_name_or_address(tmp_path: Path) -> None:

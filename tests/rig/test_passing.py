@@ -176,3 +176,26 @@ def test_watching_gpus_ends_with_ctrl_c_and_leaves_nobody(rig: Rig) -> None:
     process.communicate(timeout=20)
     assert process.returncode == 80
     until(lambda: rig.container_processes() <= idle)
+
+
+def test_no_variable_of_a_launch_is_in_any_argument_or_log_of_the_host(rig: Rig, tmp_path: Path) -> None:
+    job = tmp_path / "mine.toml"
+    job.write_text('target = "/nonexistent/model"\ndataset = "none.arrow"\nmask_token_id = 1\n')
+    hosts = Path(rig.laptop_env()["DFLASHCTL_HOSTS"])
+    before = hosts.read_text()
+    hosts.write_text(before + '[env]\nHF_TOKEN = "hf_secret"\n')
+    try:
+        done = dflashctl("--verbose", "launch", "--job", str(job), env=rig.laptop_env())
+        words = rig.container_run(["sh", "-c", "cat /proc/[0-9]*/cmdline"]).stdout
+    finally:
+        hosts.write_text(before)
+    assert done.returncode == 0, done.stderr
+    run = rig.container_path(f"{rig.workspace}/runs/{done.stdout.strip()}/run.json")
+    assert json.loads(run.read_text())["env"] == {"HF_TOKEN": "hf_secret"}
+    assert run.parent.stat().st_mode & 0o077 == 0
+    logs = [path.read_text(errors="replace") for path in (rig.state / "log").iterdir() if path.is_file()]
+    for text in (done.stdout, done.stderr, words.decode(errors="replace"), *logs):
+        assert "hf_secret" not in text
+    mirror = Path(rig.laptop_env()["XDG_STATE_HOME"]) / "dflashctl" / "runs" / done.stdout.strip() / rig.host
+    assert "hf_secret" in (mirror / "place.json").read_text()
+    assert mirror.stat().st_mode & 0o077 == 0
