@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import remote_payload
 from controller import receiver
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, ShipError
+from controller.narration import detail
 from controller.place import Completed
 from controller.timing import SCALE_VARIABLE, Timing
 
@@ -181,6 +182,8 @@ class Session:
 
     def ask(self, command: Sequence[str], stdin: bytes = b"", *, timeout: float = ANSWER_S) -> Completed:
         """Run one command of the payload. Raises ConnectionLostError, also when it takes too long."""
+        payload = f"{self.place.workspace}/payloads/{self.payload.digest}/remote_payload"
+        detail(self.place.description.command_line(self.place.python, payload, *command))
         order = {"argv": list(command), "stdin": stdin.decode()}
         self._arrived.process.send(json.dumps(order).encode() + b"\n")
         answer = self._arrived.record(timeout)
