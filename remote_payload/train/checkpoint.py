@@ -75,7 +75,7 @@ def save(
         if final.exists():
             remove(final)
         partial.rename(final)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:  # safetensors wraps what the system said
         raise SaveError(f"{error}") from error
     finally:
@@ -170,11 +170,11 @@ def _write(
     rundir.write_whole(folder / RECORD, _json(record))
     files = {}
     for path in sorted(folder.iterdir()):
-        _sync(path)
+        sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
     manifest = rundir.stamp("checkpoint", {"step": step, "files": files})
     rundir.write_whole(folder / MANIFEST, _json(manifest))
-    _sync(folder)
+    sync(folder)
 
 
 def _is_own(value: Tensor) -> bool:
@@ -193,7 +193,9 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable. Raises OSError."""
+    """Have the system put a file, or a folder's names, on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -102,7 +102,7 @@ def test_a_step_saved_twice_holds_the_newer_state(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [5]
 
 
-@pytest.mark.parametrize("at", ["save_file", "write_whole", "_sync"])
+@pytest.mark.parametrize("at", ["save_file", "write_whole", "sync"])
 def test_a_save_that_fails_says_why_and_leaves_no_checkpoint_and_the_older_ones_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:

@@ -67,7 +67,7 @@ class KilledWhileSaving:
 
     def __call__(self) -> None:
         report_every_step()
-        sync, calls = checkpoint._sync, []
+        sync, calls = checkpoint.sync, []
 
         def sync_or_die(path: Path) -> None:
             calls.append(path)
@@ -75,7 +75,7 @@ class KilledWhileSaving:
                 os.kill(os.getpid(), signal.SIGKILL)
             sync(path)
 
-        vars(checkpoint)["_sync"] = sync_or_die
+        vars(checkpoint)["sync"] = sync_or_die
 
 
 def steps_of(trial: Trial) -> dict[int, dict[str, Any]]:
