@@ -209,11 +209,12 @@ JSON = st.recursive(
 KEYS = st.sampled_from(
     ["kind", "t", "attempt", "state", "step", "loss", "beat", "files", "threads", "buckets", "queues",
      "wait", "devices", "gpus", "skipped", "samples", "nonfinite", "exit_code", "signal", "last_heard",
-     "clock_difference_s", "next_try", "tries", "by_kind", "acceptance", "accuracy", "checkpoint", "reason"]
+     "clock_difference_s", "next_try", "tries", "by_kind", "acceptance", "accuracy", "checkpoint", "reason",
+     "changes", "restart", "next", "count", "limit", "wait_s", "payload", "from_step"]
 )  # fmt: skip
 KINDS = st.sampled_from(
     ["step", "eval", "dataset", "bucket", "target", "compile", "ready", "start", "checkpoint", "nonfinite",
-     "recompile", "request", "crash", "end", "gpu", "gpu_none", "gpu_constants", "trainer_exited", "odd"]
+     "recompile", "request", "crash", "end", "gpu", "gpu_none", "gpu_constants", "trainer_exited", "restart", "resume", "odd"]
 )  # fmt: skip
 RECORD = st.builds(lambda kind, rest: rest | {"kind": kind}, KINDS, st.dictionaries(KEYS, JSON, max_size=6))
 
