@@ -194,7 +194,6 @@ def _digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable. Raises OSError."""
     """Have the system put a file, or a folder's names, on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
