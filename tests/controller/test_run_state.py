@@ -214,7 +214,8 @@ KEYS = st.sampled_from(
 )  # fmt: skip
 KINDS = st.sampled_from(
     ["step", "eval", "dataset", "bucket", "target", "compile", "ready", "start", "checkpoint", "nonfinite",
-     "recompile", "request", "crash", "end", "gpu", "gpu_none", "gpu_constants", "trainer_exited", "restart", "resume", "odd"]
+     "recompile", "request", "crash", "end", "gpu", "gpu_none", "gpu_constants", "trainer_exited",
+     "restart", "resume", "odd"]
 )  # fmt: skip
 RECORD = st.builds(lambda kind, rest: rest | {"kind": kind}, KINDS, st.dictionaries(KEYS, JSON, max_size=6))
 
