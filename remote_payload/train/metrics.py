@@ -283,6 +283,10 @@ class Progress:
                     setattr(bucket, name, counted.get(name, getattr(bucket, name)))
             self.values |= {name: state["values"].get(name) for name in _CARRIED_ON}
 
+    def queue_depths(self) -> dict[str, int]:
+        """Rows that wait in each kind of queue."""
+        return {name: sum(map(len, queues)) for name, queues in self.queues.items()}
+
     def snapshot(self) -> dict[str, Any]:
         """The fields of progress.json."""
         with self.lock:
@@ -301,8 +305,8 @@ class Progress:
                     for role, shares in sides.items()
                 },
                 "queues": {
-                    name: {"depth": sum(map(len, queues)), "capacity": sum(q.capacity for q in queues)}
-                    for name, queues in self.queues.items()
+                    name: {"depth": depth, "capacity": sum(q.capacity for q in self.queues[name])}
+                    for name, depth in self.queue_depths().items()
                 },
                 "buckets": [bucket.record(number) for number, bucket in enumerate(self.buckets)],
                 "threads": [thread.record() for thread in self.threads],

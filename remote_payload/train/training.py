@@ -228,6 +228,7 @@ def report(
         **run.progress.coverage(),
         tokens_per_s=rates["tokens_per_s"],
         step_s=rates["step_s"],
+        queues=run.progress.queue_depths(),
         bucket=batch.bucket if batch else None,
     )
     if not (clock.log_due() or run.step == run.steps):
