@@ -150,6 +150,7 @@ class CheckpointIndex:
         `awaited`: its evaluation follows, and it stays until then. Raises SaveError; the old ones stay then.
         """
         with self._lock:
+            self.problem = None
             path = checkpoint.save(
                 self._run_dir, step, config=config, weights=weights, training=training, record=record
             )
@@ -161,6 +162,7 @@ class CheckpointIndex:
     def evaluated(self, step: int, record: Mapping[str, Any]) -> bool:
         """Note the evaluation of a saved step; `record` has its `tau`. Whether it is the best that stands."""
         with self._lock:
+            self.problem = None
             self._awaited.discard(step)
             folder = checkpoint.folder_of(self._run_dir, step)
             if folder.is_dir():
@@ -176,6 +178,8 @@ class CheckpointIndex:
     def _tidy(self) -> None:
         """Remove what nothing keeps, and write the index. A disk that refuses is noted and ends nothing."""
         found = entries(self._run_dir)
+        if not found:  # an evaluation before the first checkpoint
+            return
         kept = {entry.step: self._reasons(entry, found) for entry in found}
         try:
             for step, reasons in kept.items():
@@ -193,7 +197,6 @@ class CheckpointIndex:
             }
             text = json.dumps(rundir.stamp("checkpoints", content), indent=2)
             rundir.write_whole(self._run_dir / rundir.CHECKPOINTS / INDEX, text.encode() + b"\n")
-            self.problem = None
         except OSError as error:
             self.problem = f"{error.filename}: {error.strerror}"
 

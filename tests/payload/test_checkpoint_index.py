@@ -102,6 +102,29 @@ def test_an_evaluation_of_a_step_that_was_never_saved_makes_no_best(tmp_path: Pa
     assert index.best() is None and index.tau(10) is None and checkpoint.steps(tmp_path) == [10]
 
 
+def test_an_evaluation_before_the_first_checkpoint_is_no_problem(tmp_path: Path) -> None:
+    index = index_of(tmp_path)
+    assert not index.evaluated(0, {"tau": 1.0})
+    assert index.problem is None
+
+
+def test_an_evaluation_that_could_not_be_kept_is_a_problem_though_the_index_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = index_of(tmp_path)
+    save(index, 10, awaited=True)
+    write = checkpoint_index.rundir.write_whole
+
+    def refuses(path: Path, text: bytes) -> None:
+        if path.name == "evaluation.json":
+            raise OSError(28, "No space left on device", str(path))
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint_index.rundir, "write_whole", refuses)
+    assert not index.evaluated(10, {"tau": 2.0})
+    assert index.problem is not None and "evaluation of step 10" in index.problem
+
+
 def test_a_new_attempt_knows_what_the_earlier_one_found_even_without_an_index(tmp_path: Path) -> None:
     judged(index_of(tmp_path), 10, 2.5)
     (tmp_path / "checkpoints" / "index.json").unlink()
