@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from controller import doctor
@@ -24,10 +25,13 @@ from controller.errors import (
 )
 from controller.inventory import Host
 from controller.place import Place, open_place
-from controller.ship import pack, ship
+from controller.ship import pack, ship, start
 from controller.text import safe_line
 from remote_payload import rundir
 from remote_payload.job import Job
+
+MEETING_PORT: Final = 29400
+"""Where the processes of a run on several hosts find each other: torchrun's own."""
 
 _STEPS: Final = ("reachable", "host key", "login", "pct", "container")
 _LINES: Final[dict[type[DflashctlError], str]] = {
@@ -78,6 +82,43 @@ def look_at(host: Host, job: Job | None, *, accept_new_host_key: bool = False) -
             checks += _walled(error, host, {check.name for check in checks})
             return Report(host, checks, error)
     return Report(host, checks, None)
+
+
+def between(hosts: Sequence[Host]) -> list[Check]:
+    """Whether each of several hosts can be reached by every other, on the port where a run would meet.
+
+    One line a direction. Raises what shipping raises: the hosts themselves were looked at before.
+    """
+    payload, checks = pack(), []
+    for host in hosts:
+        with open_place(host) as place:
+            listener = start(place, payload, ["listen", str(MEETING_PORT)])
+            try:
+                said = listener.record(_HOST_S) or {"addresses": [], "why": "it ended without a word"}
+                for other in hosts:
+                    if other is not host:
+                        checks.append(_reached(other, host, said))
+            finally:
+                listener.process.close()
+    return checks
+
+
+def _reached(other: Host, host: Host, said: Mapping[str, Any]) -> Check:
+    """The line about the way from `other` to the listening `host`."""
+    name = f"{other.name} to {host.name}"
+    answer: Mapping[str, Any] = {"reached": None, "why": said["why"]}
+    if said["why"] is None:
+        with open_place(other) as place:
+            command = ["reach", ",".join(said["addresses"]), str(MEETING_PORT)]
+            answer = rundir.decode(ship(place, pack(), command).output) or {"reached": None, "why": "no word"}
+    if answer["reached"]:
+        return Check(name, "ok", f"{answer['reached']} port {MEETING_PORT}")
+    return Check(
+        name,
+        "failure",
+        safe_line(str(answer["why"])),
+        f"Give both a network in common, and let port {MEETING_PORT} and those above 32767 through.",
+    )
 
 
 def _way(place: Place) -> list[Check]:
@@ -145,12 +186,12 @@ def _walled(error: DflashctlError, host: Host, made: set[str]) -> list[Check]:
     return [*lines, Check(wall, "failure", error.message.removeprefix(f"{host.name}: "), error.hint)]
 
 
-def print_report(report: Report) -> str:
-    """The report for people."""
+def print_report(checks: Sequence[Check]) -> str:
+    """The lines for people."""
     marks = {"ok": "ok      ", "warning": "warning ", "failure": "FAILURE "}
-    width = max(len(check.name) for check in report.checks)
+    width = max(len(check.name) for check in checks)
     lines = []
-    for check in report.checks:
+    for check in checks:
         lines.append(f"{marks[check.level]} {check.name.ljust(width)}  {check.seen}".rstrip())
         if check.level != "ok":
             lines += [f"{'':9}{'':{width}}  -> {line}" for line in check.todo.splitlines()]

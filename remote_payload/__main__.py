@@ -44,6 +44,19 @@ def _gpus(workspace: str, every: str = "") -> int:
     return list_gpus(Path(workspace), float(every) if every else None)
 
 
+def _listen(port: str) -> int:
+    from remote_payload.reaching import listen
+
+    return listen(int(port))
+
+
+def _reach(addresses: str, port: str) -> int:
+    from remote_payload.reaching import reach
+
+    _answer(reach([address for address in addresses.split(",") if address], int(port)))
+    return 0
+
+
 def _session() -> int:
     from remote_payload.session import serve
 
@@ -185,6 +198,8 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "preflight": (_preflight, "[WORKSPACE] [QUESTION]"),
     "gpu-use": (_gpu_use, "WORKSPACE"),
     "gpus": (_gpus, "WORKSPACE [SECONDS]"),
+    "listen": (_listen, "PORT"),
+    "reach": (_reach, "ADDRESSES PORT"),
     "session": (_session, ""),
     "setup": (_setup, ""),
     "prune": (_prune, "WORKSPACE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -150,20 +151,36 @@ def doctor(
     """Look whether a place can train: connection, container, venv, GPUs, disk, memory, clock.
 
     One line each: ok, warning or failure, what was seen, what to do. The exit code is 0 without a failure,
-    the code of what is in the way (66 to 70), or 71 for what a launch would refuse.
+    the code of what is in the way (66 to 70), or 71 for what a launch would refuse. With several --host also
+    whether they can reach each other. --json: one object a host, and one for what is between them.
 
     \b
     dflashctl doctor --host gpubox --job qwen3.toml
     dflashctl doctor --host gpubox --json | jq '.checks[] | select(.level != "ok")'
     """
     from controller import jobs
-    from controller.checkup import look_at, print_report
+    from controller.checkup import between, look_at, print_report
+    from controller.errors import PayloadEnvironmentError
 
-    chosen = chosen_host(host, kind, container, user, port)
+    hosts = [chosen_host([name], kind, container, user, port) for name in host or []]
+    hosts = hosts or [chosen_host(None, kind, container, user, port)]
     checked = None if job is None else jobs.load(job, changes or [])[1]
-    report = look_at(chosen, checked, accept_new_host_key=accept_new_host_key)
-    print(json.dumps(report.to_json()) if as_json else print_report(report))
-    return report.exit_code
+    code = 0
+    for each in hosts:
+        report = look_at(each, checked, accept_new_host_key=accept_new_host_key)
+        code = code or report.exit_code
+        if len(hosts) > 1 and not as_json:
+            print(f"{each.name}:")
+        print(json.dumps(report.to_json()) if as_json else print_report(report.checks), flush=True)
+        if report.error is not None:
+            return code
+    if len(hosts) > 1:
+        ways = between(hosts)
+        record = {"hosts": [each.name for each in hosts], "checks": [dataclasses.asdict(way) for way in ways]}
+        print(json.dumps(record) if as_json else "between them:\n" + print_report(ways))
+        if any(way.level == "failure" for way in ways):
+            code = code or PayloadEnvironmentError.exit_code
+    return code
 
 
 def setup(

@@ -142,3 +142,20 @@ def test_gpus_that_hang_do_not_hang_the_doctor(rig: Rig) -> None:
     _, checks = examined(rig)
     assert time.monotonic() - begun < 60
     assert "gave no answer for" in checks["GPUs"]["seen"]
+
+
+def test_hosts_that_have_no_network_in_common_are_told_so(rig: Rig, hosts: Path) -> None:
+    second = rig.hosts_toml("second").replace(f"container = {rig.vmid}", f"container = {rig.stopped_vmid}")
+    rig.stopped_container.pct("start")
+    hosts.write_text(rig.hosts_toml() + second)
+    done = dflashctl(
+        "doctor", "--json", "--host", "rig", "--host", "second", env=rig.laptop_env(), timeout=200
+    )
+    first, other, between = map(json.loads, done.stdout.splitlines())
+    assert (first["host"], other["host"], between["hosts"]) == ("rig", "second", ["rig", "second"])
+    assert [(way["name"], way["level"]) for way in between["checks"]] == [
+        ("second to rig", "failure"),
+        ("rig to second", "failure"),
+    ]
+    assert "no address but its own loopback" in between["checks"][0]["seen"]
+    assert done.returncode == 71
