@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LocalStateError, PullError
-from controller.hashing import Hashing, in_chunks
 from controller.place import Place, open_place
 from controller.pull_stream import OlderPayloadError, PullStream
 from controller.run_place import RunPlace, payload_argv
 from controller.ship import pack, ship
+from controller.sink import Sink, in_chunks
 from controller.timing import Timing
 
 Progress = Callable[[str, int, int], None]
@@ -228,17 +228,16 @@ class Pull:
             target.work.parent.mkdir(parents=True, exist_ok=True)
             if offset and target.source == target.final:
                 _continue_copy(target.final, target.work)
-            with target.work.open("r+b" if offset else "wb") as file, Hashing(digest) as hashing:
+            with target.work.open("r+b" if offset else "wb", buffering=0) as file:
                 file.seek(offset)
                 position = offset
-                for data in in_chunks(stream.data(), _CHUNK):
-                    file.write(data)
-                    hashing.update(data)
-                    position += len(data)
-                    self._received += len(data)
-                    if self._progress is not None:
-                        self._progress(target.name, here + position, total)
-                file.flush()
+                with Sink(file, digest) as sink:
+                    for data in in_chunks(stream.data(), _CHUNK):
+                        sink.put(data)
+                        position += len(data)
+                        self._received += len(data)
+                        if self._progress is not None:
+                            self._progress(target.name, here + position, total)
                 os.fsync(file.fileno())
         except OSError as error:
             raise LocalStateError(

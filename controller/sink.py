@@ -1,0 +1,81 @@
+"""Where the bytes of a transfer go: to a file and through a hash, beside the thread that receives them.
+
+A disk that is busy, or a hash that takes a core, then holds nobody up while the network has bytes, and
+memory stays bounded: at most `_QUEUED` chunks wait.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from io import FileIO
+from types import TracebackType
+from typing import Any, Final, Self
+
+from controller.errors import ConnectionLostError
+
+_QUEUED: Final = 16
+
+
+class Sink:
+    """Writes to `file` and feeds `digest` in a thread of its own; leaving the context waits for it."""
+
+    def __init__(self, file: FileIO, digest: Any) -> None:
+        self._file = file
+        self._digest = digest
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="sink", daemon=True)
+
+    def put(self, data: bytes) -> None:
+        """Take `data`; waits while too much of it waits. Raises the OSError of an earlier write."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(data)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (data := self._queue.get()) is not None:
+            if self._error is not None:
+                continue  # the rest is of no use, and whoever puts it must not wait
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[self._file.write(view) :]
+                self._digest.update(data)
+            except OSError as error:
+                self._error = error
+
+
+def in_chunks(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in pieces of at least `size` but for the last; a lost connection loses none of them."""
+    held: list[bytes] = []
+    length = 0
+    try:
+        for piece in pieces:
+            held.append(piece)
+            length += len(piece)
+            if length >= size:
+                yield b"".join(held)
+                held, length = [], 0
+    except ConnectionLostError:
+        if held:
+            yield b"".join(held)
+        raise
+    if held:
+        yield b"".join(held)
