@@ -152,11 +152,11 @@ def latency(rig: Rig, env: Mapping[str, str], lines: int, idle_s: float) -> dict
 
 
 def throughput(rig: Rig, env: Mapping[str, str], mib: int) -> dict[str, float]:
-    """One large log by both ways, each less its own start-up."""
+    """One large log by both ways, each less its own start-up; the better of two rounds in turn."""
     line = b"step 1234  loss 2.345  tau~ 3.41  lr 3.0e-04  123k tok/s, a line as a trainer writes them\n"
     content = line * ((mib << 20) // len(line))
-    walls: dict[str, dict[str, float]] = {"ours": {}, "cat": {}}
-    for what, data in (("empty", b"begin\n"), ("large", content)):
+    walls: dict[tuple[str, str], float] = {}
+    for what, data in (("empty", b"begin\n"), ("large", content)) * 2:
         run = MirroredRun(rig, rate=0)
         try:
             (run.remote / "train.log").write_bytes(data)
@@ -173,11 +173,12 @@ def throughput(rig: Rig, env: Mapping[str, str], mib: int) -> dict[str, float]:
                 process.stdout.close()
                 assert process.wait(60) == 0
                 assert size == len(data), (who, size, len(data))
-                walls[who][what] = time.monotonic() - began
+                wall = time.monotonic() - began
+                walls[who, what] = min(wall, walls.get((who, what), wall))
         finally:
             run.close()
     return {
-        name: len(content) / 2**20 / (walls[who]["large"] - walls[who]["empty"])
+        name: len(content) / 2**20 / (walls[who, "large"] - walls[who, "empty"])
         for name, who in (("mib_s", "ours"), ("cat_mib_s", "cat"))
     }
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from controller import paths
-from controller.launch import RunPlace
 from controller.mirror_files import MIRROR
+from controller.run_place import RunPlace
 from remote_payload import rundir
 from tests.rig.rig import Rig
 
