@@ -158,6 +158,18 @@ def _send(run_dir: str) -> int:
     return send(Path(run_dir))
 
 
+def _export(workspace: str) -> int:
+    from remote_payload.tool_process import serve_tool
+
+    return serve_tool("export", Path(workspace))
+
+
+def _evaluate(workspace: str) -> int:
+    from remote_payload.tool_process import serve_tool
+
+    return serve_tool("evaluate", Path(workspace))
+
+
 def _log_status(path: str) -> int:
     from remote_payload.log_file import log_status
 
@@ -209,6 +221,8 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "supervise": (_supervise, "RUN_DIR"),
     "feed": (_feed, "RUN_DIR NONCE"),
     "feed-log": (_feed_log, "FILE NONCE"),
+    "export": (_export, "WORKSPACE"),
+    "evaluate": (_evaluate, "WORKSPACE"),
     "log-status": (_log_status, "FILE"),
     "send": (_send, "RUN_DIR"),
     "control": (_control, "RUN_DIR REQUEST"),
