@@ -15,7 +15,7 @@ import pytest
 
 from remote_payload.job import Job
 from tests.payload import test_supervisor
-from tests.payload.test_supervisor import WORK, Place, Run
+from tests.payload.test_supervisor import WORK, Place, Run, alive
 
 place = test_supervisor.place
 
@@ -246,6 +246,26 @@ def test_a_run_that_lives_is_not_resumed(place: Place) -> None:
     run.until_state("running")
     answer = resume(run)
     assert not answer["ok"] and "the run is alive (running, supervisor" in answer["error"]
+
+
+def test_a_run_whose_supervisor_was_killed_is_resumed_once_its_trainer_is_gone(place: Place) -> None:
+    run = finished_run(place)
+    (place.payload / "train" / "main.py").write_text(
+        "import signal, time\ndef main(run_dir, attempt):\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: None)\n    (run_dir / 'ready').touch()\n"
+        "    while not (run_dir / 'go').exists(): time.sleep(0.01)\n    return 0\n"
+    )
+    assert resume(run)["ok"]
+    run.until((run.path / "ready").exists)
+    trainer = run.status()["trainer"]["pid"]
+    os.kill(run.pid, signal.SIGKILL)
+    run.until(lambda: not alive(run.pid))
+    refused = resume(run)
+    assert not refused["ok"] and f"trainer {trainer}" in refused["error"]
+    (run.path / "go").touch()
+    run.until(lambda: not alive(trainer))
+    assert resume(run)["attempt"] == 3
+    assert run.ended()["state"] == "finished"
 
 
 def test_what_is_no_run_is_not_resumed(place: Place) -> None:
