@@ -93,6 +93,14 @@ class Extents:
             return max(start, offset), stop
         return None
 
+    def run_before(self, offset: int) -> tuple[int, int] | None:
+        """The last range of known bytes before `offset`, cut to end there; None without any."""
+        at = bisect.bisect_left(self._ranges, offset, key=lambda r: r[0])
+        if not at:
+            return None
+        start, stop = self._ranges[at - 1]
+        return start, min(stop, offset)
+
     def __iter__(self) -> Any:
         return iter(self._ranges)
 

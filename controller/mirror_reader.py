@@ -68,7 +68,7 @@ class MirrorReader:
     def read(self, most: int = _MOST) -> Piece | None:
         """The next bytes, at most `most`; None when there are none now."""
         while True:
-            generation, extents = self._extents()
+            generation, extents = self.known()
             if generation is None:
                 return None
             restarted = self._generation is not None and generation != self._generation
@@ -79,7 +79,7 @@ class MirrorReader:
             offset = self._offset if generation == self._generation else 0
             was_open = self._descriptor >= 0
             piece = self._piece(extents, offset, most)
-            if self._extents()[0] != generation:  # it began anew while we read
+            if self.known()[0] != generation:  # it began anew while we read
                 if not was_open:
                     self._close()  # whichever of the two it is
                 continue
@@ -106,7 +106,7 @@ class MirrorReader:
 
     def waits_at_hole(self) -> bool:
         """Whether there are known bytes, but missing ones before them."""
-        generation, extents = self._extents()
+        generation, extents = self.known()
         offset = self._offset if generation == self._generation else 0
         found = extents.run_from(offset)
         return found is not None and found[0] > offset
@@ -124,7 +124,7 @@ class MirrorReader:
 
     def skip_to_last_bytes(self, count: int) -> bool:
         """Go to where the last `count` bytes begin, or the newest range does; False: there are none yet."""
-        generation, extents = self._extents()
+        generation, extents = self.known()
         if generation is None or not extents:
             return False
         self._generation, self._offset = generation, max(extents.last[0], self._end(extents) - count)
@@ -132,7 +132,7 @@ class MirrorReader:
 
     def skip_to_last_lines(self, count: int) -> None:
         """Go to where the last `count` lines begin (an unfinished one counts), if they are here."""
-        generation, extents = self._extents()
+        generation, extents = self.known()
         if generation is None:
             return
         first, end = 0, self._end(extents)
@@ -189,7 +189,8 @@ class MirrorReader:
         except OSError:
             return 0
 
-    def _extents(self) -> tuple[int | None, Extents]:
+    def known(self) -> tuple[int | None, Extents]:
+        """The file's generation, None when nothing is known of it, and which bytes of it are here."""
         files = self.record().get("files")
         entry = files.get(self._name) if isinstance(files, dict) else None
         generation = entry.get("generation") if isinstance(entry, dict) else None

@@ -16,7 +16,7 @@ from typing import Final
 MAX_COLUMNS: Final = 4096
 """Most characters of one line that a view is given; the mirror keeps every byte."""
 
-_KEPT: Final = 4 * MAX_COLUMNS
+KEPT: Final = 4 * MAX_COLUMNS
 """Most raw characters held of one line: escape sequences take some of them."""
 
 _ESCAPE = re.compile(
@@ -38,8 +38,8 @@ _PLAIN_CHUNK = re.compile(  # a chunk without any of these needs only to be spli
 
 def safe_line(text: str) -> str:
     """One line that is safe to show: line ends and other control characters become spaces or vanish."""
-    one = " ".join(part for part in map(_collapsed, text.replace("\r\n", "\n").split("\n")) if part)
-    return _shown(one)
+    one = " ".join(part for part in map(newest_state, text.replace("\r\n", "\n").split("\n")) if part)
+    return shown(one)
 
 
 def safe_lines(text: str) -> list[str]:
@@ -47,7 +47,7 @@ def safe_lines(text: str) -> list[str]:
     lines = text.replace("\r\n", "\n").split("\n")
     if lines[-1] == "":
         lines.pop()
-    return [_shown(_collapsed(line)) for line in lines]
+    return [shown(newest_state(line)) for line in lines]
 
 
 class LineDecoder:
@@ -83,8 +83,8 @@ class LineDecoder:
     def partial(self) -> str:
         """The unfinished line as it stands, safe to show."""
         if self._state.strip() or not self._shown_before:
-            return _shown(self._state, self._dropped)
-        return _shown(self._shown_before)
+            return shown(self._state, self._dropped)
+        return shown(self._shown_before)
 
     def _reset(self) -> None:
         self._state = self._shown_before = ""
@@ -99,9 +99,9 @@ class LineDecoder:
             lines.append(self.partial)
             self._reset()
             if _PLAIN_CHUNK.search(text) is None:
-                lines += [p if len(p) <= MAX_COLUMNS else _shown(p) for p in parts[1:]]
+                lines += [p if len(p) <= MAX_COLUMNS else shown(p) for p in parts[1:]]
             else:
-                lines += [_shown(_collapsed(p)) for p in parts[1:]]
+                lines += [shown(newest_state(p)) for p in parts[1:]]
         self._extend(rest)
         return lines
 
@@ -113,27 +113,29 @@ class LineDecoder:
             self._dropped = 0
             for state in reversed(states):
                 if state.strip():
-                    self._shown_before = state[:_KEPT]
+                    self._shown_before = state[:KEPT]
                     break
         else:
             self._state += text
-        if len(self._state) > _KEPT:
-            self._dropped += len(self._state) - _KEPT
-            self._state = self._state[:_KEPT]
+        if len(self._state) > KEPT:
+            self._dropped += len(self._state) - KEPT
+            self._state = self._state[:KEPT]
 
 
-def _collapsed(line: str) -> str:
+def newest_state(line: str) -> str:
+    """The newest state, of those that are not empty, of a line that `\\r` draws anew (a progress bar)."""
     if "\r" not in line:
         return line
     return next((state for state in reversed(line.split("\r")) if state.strip()), "")
 
 
-def _shown(raw: str, dropped: int = 0) -> str:
-    kept = raw[:_KEPT]
+def shown(raw: str, dropped: int = 0) -> str:
+    """What may be shown of one state of a line, of which `dropped` characters are not in `raw`."""
+    kept = raw[:KEPT]
     if _UNSAFE.search(kept):
         kept = _UNSAFE.sub("", _ESCAPE.sub("", kept))
     kept = kept.expandtabs(8)
-    hidden = max(0, len(kept) - MAX_COLUMNS) + max(0, len(raw) - _KEPT) + dropped
+    hidden = max(0, len(kept) - MAX_COLUMNS) + max(0, len(raw) - KEPT) + dropped
     if not hidden:
         return kept
     mark = f" … (+{hidden} characters)"
