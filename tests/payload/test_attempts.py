@@ -273,6 +273,7 @@ def test_what_is_no_run_is_not_resumed(place: Place) -> None:
     assert "no run here has a run.json" in json.loads(done.stdout)["error"]
 
 
+@pytest.mark.slow
 def test_of_many_resumes_at_once_one_wins_and_the_others_say_why(place: Place) -> None:
     run = finished_run(place)
     (place.payload / "train" / "main.py").write_text(
