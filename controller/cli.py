@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from controller.commands import control, launch, places, pull, watch
+from controller.commands import control, drafters, launch, places, pull, watch
 from controller.errors import (
     INTERNAL_EXIT_CODE,
     DflashctlError,
@@ -79,7 +79,7 @@ def start(
     Exit codes, when not 0: 1 to 63 the trainer's own, 128 + n killed by signal n, and
     64 usage, 65 hosts.toml, 66 unreachable, 67 host key, 68 login, 69 pct, 70 container,
     71 venv or workspace, 72 payload not sent, 73 not started, 74 nobody is there, 75 protocol,
-    76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled,
+    76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled, 82 not exported or evaluated,
     82 no checkpoint, 99 a defect, 141 nobody reads stdout.
     """
     if quiet and verbose:
@@ -104,6 +104,8 @@ for command in (
     control.checkpoint,
     control.resume,
     pull.pull,
+    drafters.export,
+    drafters.evaluate,
     watch.tui,
     watch.watch,
     watch.runs,

@@ -134,5 +134,11 @@ class CheckpointError(DflashctlError):
     exit_code = 82
 
 
+class ToolError(DflashctlError):
+    """An export or an evaluation was refused in the place, or failed there."""
+
+    exit_code = 82
+
+
 INTERNAL_EXIT_CODE = 99
 """Exit code of an exception nobody expected: a defect of dflashctl."""

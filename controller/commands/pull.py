@@ -54,7 +54,7 @@ def pull(
         for name, size in listing(directory, say=say):
             print(json.dumps({"file": name, "size": size}) if as_json else f"{size:>15,} {name}")
         return 0
-    meter = _Meter()
+    meter = Meter()
     try:
         pulled = pull_files(directory, what, to or Path(directory.parent.name), say=say, progress=meter.show)
     finally:
@@ -67,7 +67,7 @@ def pull(
     return 0
 
 
-class _Meter:
+class Meter:
     """How far a pull is, rewritten in place on a terminal."""
 
     def __init__(self) -> None:
