@@ -4,7 +4,7 @@
 
 Every variant is compiled in a process of its own, several at once; they measure one at a time, under a lock.
 A variant is a dictionary of FlexAttention's `kernel_options`; `fwd_` and `bwd_` before a name say for which
-pass. The first one, empty, is torch's own choice. Needs a GPU.
+pass. An empty one is torch's own choice. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench.alone import alone
 from bench.shapes import SHAPES
+from remote_payload.train import drafter
+from remote_payload.train.folded import fold_mask, folded_rule
 from remote_payload.train.mask import block_mask, dense_mask, mask_mod
 
-AT_ONCE = 6
+AT_ONCE = 7
 CHECKED = 1024
 """Queries, the last ones, whose output and gradients are compared with float32."""
 
@@ -45,22 +47,15 @@ def _backward(m1: int, n1: int, m2: int, n2: int, stages: int, warps: int, **mor
 
 
 VARIANTS: list[dict[str, Any]] = [
+    {"folded": False},
     {},
-    _forward(128, 128, 2, 8) | _backward(64, 128, 128, 64, 2, 8),
-    _forward(128, 128, 2, 8, ROWS_GUARANTEED_SAFE=True) | _backward(128, 128, 128, 128, 1, 8),
-    _forward(128, 128, 3, 8, ROWS_GUARANTEED_SAFE=True) | _backward(64, 64, 64, 64, 3, 4),
-    _forward(128, 64, 4, 8) | _backward(128, 64, 64, 128, 2, 8),
-    _forward(128, 64, 3, 8, USE_TMA=True) | _backward(64, 128, 128, 64, 3, 8, USE_TMA=True),
-    _forward(128, 128, 2, 8, ROWS_GUARANTEED_SAFE=True, USE_TMA=True)
-    | _backward(64, 128, 128, 64, 2, 8, USE_TMA=True),
-    _forward(64, 128, 3, 4, ROWS_GUARANTEED_SAFE=True) | _backward(64, 128, 128, 64, 3, 8, PRESCALE_QK=True),
-    _forward(128, 64, 3, 4) | _backward(64, 64, 64, 64, 2, 4),
-    _forward(128, 128, 2, 8, ROWS_GUARANTEED_SAFE=True, PRESCALE_QK=True) | _backward(32, 128, 128, 32, 3, 8),
-    _forward(128, 64, 2, 8) | _backward(128, 128, 128, 64, 2, 8),
-    _forward(64, 64, 3, 4) | _backward(64, 128, 64, 64, 3, 4),
-    _forward(128, 32, 4, 8) | _backward(64, 128, 128, 128, 2, 8),
-    _forward(128, 128, 1, 8, ROWS_GUARANTEED_SAFE=True) | _backward(64, 64, 128, 64, 3, 4),
+    _forward(128, 128, 3, 8, ROWS_GUARANTEED_SAFE=True) | _backward(64, 128, 128, 64, 2, 8),
+    _forward(128, 64, 3, 8, USE_TMA=True) | _backward(64, 128, 64, 128, 2, 8),
+    _forward(128, 64, 4, 8) | _backward(32, 128, 128, 32, 2, 8),
+    _forward(128, 128, 3, 8, ROWS_GUARANTEED_SAFE=True, USE_TMA=True) | _backward(64, 128, 128, 32, 2, 8),
+    _forward(128, 64, 2, 8) | _backward(64, 128, 64, 64, 2, 8),
 ]
+"""`folded` = False is by head, in FlexAttention's usual order."""
 
 
 def measure(shape: str, options: dict[str, Any], lock: Path) -> dict[str, Any]:
@@ -71,7 +66,9 @@ def measure(shape: str, options: dict[str, Any], lock: Path) -> dict[str, Any]:
     anchors = torch.randperm(context - sizes.block_size, device=device)[: sizes.anchors].sort().values
     starts = torch.zeros_like(anchors)
     rule = mask_mod(starts, anchors, context, sizes.block_size)
-    tiles = block_mask(starts, anchors, context, sizes.block_size, rule)
+    plain = block_mask(starts, anchors, context, sizes.block_size, rule)
+    by_place = folded_rule(rule, queries, sizes.heads, sizes.kv_heads)
+    tiles = fold_mask(plain, sizes.heads, sizes.kv_heads, by_place)
 
     def random(count: int, heads: int) -> Tensor:
         made = torch.randn(count, heads, sizes.head_dim, device=device, dtype=torch.bfloat16)
@@ -86,12 +83,12 @@ def measure(shape: str, options: dict[str, Any], lock: Path) -> dict[str, Any]:
         )
     )
 
-    chosen: Any = options or None
+    drafter.FLEX_OPTIONS = options
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out: Any = flex_attention(q, k, v, block_mask=tiles, enable_gqa=True, kernel_options=chosen)
-        return out[0].transpose(0, 1)  # type: ignore[no-any-return]
+        if options.get("folded", True):
+            return drafter.attend(q, k, v, tiles)
+        return _by_head(q, k, v, plain)
 
     run: Any = torch.compile(attend, fullgraph=True, dynamic=False)
     slope = torch.randn(queries, sizes.heads, sizes.head_dim, device=device, dtype=torch.bfloat16)
@@ -112,6 +109,13 @@ def measure(shape: str, options: dict[str, Any], lock: Path) -> dict[str, Any]:
         for one, other in zip(found, exact, strict=True)
     ]
     return {"forward_ms": forward, "backward_ms": backward, "errors": errors}
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Head after head, as FlexAttention is used elsewhere."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, slope: Tensor) -> list[Tensor]:

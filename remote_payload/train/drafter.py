@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from remote_payload.job import JobError
+from remote_payload.train.folded import fold_keys, fold_queries, unfold
 from remote_payload.train.target_config import required_size, rope_theta, size_of
 
 
@@ -87,15 +88,19 @@ def choose_taps(target_layers: int, taps: int) -> tuple[int, ...]:
     return layers
 
 
-class RotaryTable:
-    """Cosines and sines of the positions in one pass."""
+class RotaryTable(NamedTuple):
+    """Cosines and sines of the positions in one pass, [N, 1, d], to be applied to [N, heads, d]."""
 
-    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> None:
-        """For `positions` [N]; tables are [N, 1, d], to be applied to [N, heads, d]."""
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> RotaryTable:
+        """For `positions` [N]."""
         exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
         angle = positions.to(torch.float32)[:, None] / theta**exponent
         angle = torch.cat([angle, angle], -1)[:, None]
-        self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate `x` [N, heads, d] by halves, as Llama and Qwen do."""
@@ -153,18 +158,19 @@ FLEX_OPTIONS: dict[str, Any] = {}
 """FlexAttention's `kernel_options`; empty: torch's own choice."""
 
 Mask = Tensor | BlockMask | None
-"""Dense [Q, N + Q], block-sparse, or None when every key is seen."""
+"""Dense [Q, N + Q], block-sparse with folded heads (see `folded`), or None when every key is seen."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     """Grouped-query attention of `queries` [Q, h, d] to `keys`, `values` [K, g, d]: [Q, h, d]."""
-    q, k, v = (t.transpose(0, 1)[None] for t in (queries, keys, values))
     if isinstance(mask, BlockMask):
+        q, k, v = fold_queries(queries), fold_keys(keys), fold_keys(values)
         options: Any = FLEX_OPTIONS or None
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
-        assert isinstance(out, Tensor)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        folded = flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+        assert isinstance(folded, Tensor)
+        return unfold(folded, queries.shape[1])
+    q, k, v = (t.transpose(0, 1)[None] for t in (queries, keys, values))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
@@ -243,7 +249,7 @@ class Drafter(nn.Module):
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         """The rotary table of `positions` [N]."""
-        return RotaryTable(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        return RotaryTable.of(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def adjacent(self) -> list[list[str]]:
         """Names of the matrices that `Joined` wants side by side, in the order of its fields."""
@@ -253,24 +259,16 @@ class Drafter(nn.Module):
             [f"layers.{i}.mlp.{name}_proj.weight" for name in ("gate", "up")] for i in layers
         ]
 
-    def context(
-        self, features: Tensor, positions: Tensor, joined: Joined | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
+    def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [N, g, d] of the context for every layer.
 
         Args:
             features: outputs of the tapped layers side by side, [N, W].
             positions: the tokens' positions in their document, [N].
-            joined: the training forward's matrices.
         """
         hidden = self.hidden_norm(self.fc(features))
         rotary = self.rotary(positions, hidden.dtype)
-        layers = self._layers()
-        if joined is None:
-            return [layer.self_attn.keys_values(hidden, rotary) for layer in layers]
-        projected = F.linear(hidden, joined.keys_values).chunk(2 * len(layers), -1)
-        pairs = zip(layers, projected[::2], projected[1::2], strict=True)
-        return [layer.self_attn.normed(keys, values, rotary) for layer, keys, values in pairs]
+        return [layer.self_attn.keys_values(hidden, rotary) for layer in self._layers()]
 
     def blocks(
         self, x: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]], mask: Mask
@@ -282,36 +280,39 @@ class Drafter(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def forward(
+        self, features: Tensor, positions: Tensor, x: Tensor, block_positions: Tensor, mask: Mask
+    ) -> Tensor:
+        """A whole packed row: features [C, W], x [Q, D], mask over [Q, C + Q]; hidden states [Q, D]."""
+        return self.blocks(x, block_positions, self.context(features, positions), mask)
+
+    def train_row(
         self,
         features: Tensor,
-        positions: Tensor,
+        rotary: RotaryTable,
         x: Tensor,
-        block_positions: Tensor,
+        block_rotary: RotaryTable,
         mask: Mask,
-        joined: Joined | None = None,
-        predicted_only: bool = False,
+        joined: Joined,
     ) -> Tensor:
-        """A whole packed row, in training.
+        """`forward` as training runs it: products joined, and no more computed than the loss reads.
+
+        The tables are made before, since a compiler would make them anew in every pass that reads them.
 
         Args:
-            features: [C, W]. positions: [C].
-            x: embedded block tokens, [Q, D]. block_positions: [Q].
-            mask: over [Q, C + Q].
-            joined: views of this drafter's own matrices, when gradients are wanted by them.
-            predicted_only: leave out the anchors' last states, which predict nothing.
+            features: [C, W]. x: embedded block tokens, [Q, D]. mask: over [Q, C + Q].
+            joined: views of this drafter's own matrices; gradients are taken by them.
 
         Returns:
-            Final hidden states, [Q, D], or of the predicted tokens alone, [A * (B-1), D].
+            Final hidden states of the predicted tokens, [A * (B-1), D]; those of the anchors predict nothing.
         """
-        context = self.context(features, positions, joined)
-        rotary = self.rotary(block_positions, x.dtype)
         layers = self._layers()
-        parts: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
-        if joined is not None:
-            parts = list(zip(joined.keys_values.chunk(len(layers)), joined.gate_up, strict=True))
-        for number, (layer, (keys, values), part) in enumerate(zip(layers, context, parts, strict=True), 1):
-            only = self.config.block_size if predicted_only and number == len(layers) else None
-            x = layer(x, rotary, keys, values, mask, part, only)
+        hidden = self.hidden_norm(self.fc(features))
+        projected = F.linear(hidden, joined.keys_values).chunk(2 * len(layers), -1)
+        matrices = joined.keys_values.chunk(len(layers))
+        for i, layer in enumerate(layers):
+            keys, values = layer.self_attn.normed(projected[2 * i], projected[2 * i + 1], rotary)
+            only = self.config.block_size if i == len(layers) - 1 else None
+            x = layer(x, block_rotary, keys, values, mask, (matrices[i], joined.gate_up[i]), only)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def _layers(self) -> list[DrafterLayer]:

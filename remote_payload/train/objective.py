@@ -30,7 +30,10 @@ from remote_payload.train.label_losses import ce, chain, dpace, focal
 from remote_payload.train.output_head import OutputHead
 
 MOST_ROWS = 512
-"""Most rows of logits alive at once: 512 x 151,936 in bfloat16 and float32 is under 0.5 GiB."""
+"""Most rows of logits alive at once on a CPU: 512 x 151,936 in float32 is under 0.5 GiB."""
+
+GPU_SHARE = 128
+"""Logits and their gradient take this part of a GPU's memory at most: 1,937 rows of 151,936 on an H200."""
 
 FROM_LABELS = ("ce", "dpace", "focal", "chain")
 FROM_DISTRIBUTIONS = ("forward_kl", "lk")
@@ -108,14 +111,21 @@ def chunk_scores(
         labels: [n, P] int64. weights: decay weights, 0 where there is no label, [n, P] float32.
     """
     logits = head.logits(hidden).float()
-    top, guess = logits.max(-1, keepdim=True)
+    # Greatest and sum in these words are one pass for inductor. An argmax would be another; that the label is
+    # the first of the greatest is found while the gradient is written.
+    top = logits.amax(-1, keepdim=True)
     odds = (logits - top).exp()
     total = odds.sum(-1, keepdim=True)
     log_total = total.log() + top
-    hits = guess[..., 0] == labels
-    log_label = (logits.gather(-1, labels[..., None]) - log_total)[..., 0]
+    of_label = logits.gather(-1, labels[..., None])
+    log_label = (of_label - log_total)[..., 0]
     # Finding the label by comparison and not by scatter keeps the chunk one fused pass.
-    onehot = torch.arange(logits.shape[-1], device=labels.device) == labels[..., None]
+    # In int32: 64 bits are several instructions for each logit on a GPU.
+    place = torch.arange(logits.shape[-1], device=labels.device, dtype=torch.int32)
+    label = labels[..., None].to(torch.int32)
+    onehot = place == label
+    earlier = ((logits >= top) & (place < label)).any(-1)
+    hits = (of_label == top)[..., 0] & ~earlier
     plain, each = ce(log_label, weights)
     loss = plain
     if objective.needs_teacher:
@@ -170,7 +180,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
         hits = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         plain = torch.zeros_like(loss)
-        size = chunk_blocks(*labels.shape)
+        slots, places = labels.shape
+        size = chunk_blocks(slots, places, most_rows(head.weight))
         for start in range(0, used, size):
             part = slice(start, start + size)
             taught = None if teacher is None else teacher[index[part]]
@@ -223,7 +234,7 @@ def block_loss(
         used: slots in use, counted from the first, where the host may say so; None: all of them.
     """
     slots, places = labels.shape
-    size = chunk_blocks(slots, places)
+    size = chunk_blocks(slots, places, most_rows(head.weight))
     spare = -slots % size  # every chunk has the same shape, so that one compiled one does
     pad = (0, 0, 0, spare)
     index = anchors[:, None] + torch.arange(places, device=anchors.device)
@@ -244,9 +255,17 @@ def block_loss(
     return BlockScores(loss=loss, ce=plain, weight=total, hits=hits[:slots])
 
 
-def chunk_blocks(slots: int, places: int) -> int:
-    """Blocks of one chunk when `slots` blocks are cut into as few equal chunks as `MOST_ROWS` allows."""
-    most = max(1, MOST_ROWS // places)
+def most_rows(head: Tensor) -> int:
+    """Most rows of logits alive at once, for a head [V, D]; more of them fill a GPU better."""
+    if head.device.type != "cuda":
+        return MOST_ROWS
+    memory = torch.cuda.get_device_properties(head.device).total_memory
+    return max(MOST_ROWS, memory // GPU_SHARE // (2 * len(head) * head.element_size()))
+
+
+def chunk_blocks(slots: int, places: int, rows: int | None = None) -> int:
+    """Blocks of one chunk when `slots` blocks are cut into as few equal chunks as `rows` allows."""
+    most = max(1, (rows or MOST_ROWS) // places)
     return -(-slots // -(-slots // most))
 
 

@@ -24,8 +24,9 @@ from remote_payload.job import Job
 from remote_payload.train import execution
 from remote_payload.train.batch import Row, RowShape, empty_row
 from remote_payload.train.devices import compute_dtype, turn
-from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, initialise
+from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, RotaryTable, initialise
 from remote_payload.train.features import Features
+from remote_payload.train.folded import fold_mask, folded_rule
 from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
@@ -84,16 +85,14 @@ class WarmUp:
 def run_drafter(
     drafter: Drafter,
     features: Tensor,
-    positions: Tensor,
+    rotary: RotaryTable,
     x: Tensor,
-    block_positions: Tensor,
+    block_rotary: RotaryTable,
     mask: Mask,
     joined: Joined,
 ) -> Tensor:
     """The function that is compiled, one clone of it for each replica."""
-    return drafter(  # type: ignore[no-any-return]
-        features, positions, x, block_positions, mask, joined, predicted_only=True
-    )
+    return drafter.train_row(features, rotary, x, block_rotary, mask, joined)
 
 
 class Replica:
@@ -154,6 +153,9 @@ class Replica:
         self.row = self._buffer.row
         self.statistics = statistics.zeros(device)
         self._sees = mask_mod(self.row.starts, self.row.anchors, shape.token_budget, shape.block_size)
+        self._heads, self._kv_heads = config.heads, config.kv_heads
+        queries = shape.anchors * shape.block_size
+        self._folded_sees = folded_rule(self._sees, queries, self._heads, self._kv_heads)
         self._run: Any = run_drafter
         self._chunk: Any = chunk_scores
         self._tiled = False
@@ -306,9 +308,9 @@ class Replica:
         hidden = self._run(
             self.drafter,
             self.features,
-            mine.positions,
+            self.drafter.rotary(mine.positions, self.dtype),
             x,
-            mine.block_positions.flatten(),
+            self.drafter.rotary(mine.block_positions.flatten(), self.dtype),
             self._mask(),
             self._joined,
         )
@@ -327,7 +329,8 @@ class Replica:
     def _mask(self) -> Mask:
         row, shape = self.row, self.shape
         if self._tiled:
-            return block_mask(row.starts, row.anchors, shape.token_budget, shape.block_size, self._sees)
+            tiles = block_mask(row.starts, row.anchors, shape.token_budget, shape.block_size, self._sees)
+            return fold_mask(tiles, self._heads, self._kv_heads, self._folded_sees)
         return dense_mask(row.starts, row.anchors, shape.token_budget, shape.block_size)
 
     def _use(self, choice: str) -> None:

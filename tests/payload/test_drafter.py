@@ -262,27 +262,24 @@ def test_sizes_are_the_targets_and_a_head_size_it_does_not_name_is_derived() -> 
     assert (c.layers, c.target_layers, c.tap_layers, c.block_size) == (2, 8, (1, 3), 8)
 
 
-def test_joined_matrices_give_the_states_and_gradients_of_the_single_ones() -> None:
-    single, drafter = random_drafter(), random_drafter()
+def test_a_training_row_has_the_states_and_gradients_of_the_plain_forward_pass() -> None:
+    """Joined matrices, tables made before, and the last states of the anchors left out."""
+    plain, drafter = random_drafter(), random_drafter()
     named = dict(drafter.named_parameters())
     groups = [torch.cat([named[name].detach() for name in names]) for names in drafter.adjacent()]
     kv, *gate_up = (group.requires_grad_() for group in groups)
     features, x, mask = random_inputs(7, 8)
-    given = (features, torch.arange(7), x, torch.arange(8), mask)
-    drafter(*given, Joined(kv, gate_up)).pow(2).sum().backward()
-    single(*given).pow(2).sum().backward()
-    theirs = dict(single.named_parameters())
+    tables = [drafter.rotary(torch.arange(n), torch.float64) for n in (7, 8)]
+    found = drafter.train_row(features, tables[0], x, tables[1], mask, Joined(kv, gate_up))
+    whole = plain(features, torch.arange(7), x, torch.arange(8), mask)
+    expected = whole.view(2, CONFIG.block_size, -1)[:, 1:].reshape(6, -1)
+    torch.testing.assert_close(found, expected)
+    for states in (found, expected):
+        states.pow(2).sum().backward()
+    theirs = dict(plain.named_parameters())
     for names, group in zip(drafter.adjacent(), (kv, *gate_up), strict=True):
         assert all(named[name].grad is None for name in names)
         torch.testing.assert_close(group.grad, torch.cat([theirs[name].grad for name in names]))
-    torch.testing.assert_close(named["fc.weight"].grad, theirs["fc.weight"].grad)
-
-
-def test_states_of_the_predicted_tokens_alone_are_those_of_all_without_the_anchors() -> None:
-    drafter = random_drafter()
-    features, x, mask = random_inputs(7, 8)
-    given = (features, torch.arange(7), x, torch.arange(8), mask)
-    whole = drafter(*given).view(2, CONFIG.block_size, -1)
-    only = drafter(*given, predicted_only=True)
-    assert only.shape == (6, CONFIG.width)
-    torch.testing.assert_close(only, whole[:, 1:].reshape(6, -1))
+    joined = {name for names in drafter.adjacent() for name in names}
+    for name in named.keys() - joined:
+        torch.testing.assert_close(named[name].grad, theirs[name].grad, msg=name)

@@ -206,7 +206,7 @@ def test_the_draft_rotates_whole_heads_although_the_target_rotates_a_part_of_eac
     text = read_config(write_family(tmp_path, family))
     config = DrafterConfig.for_target(text, layers=1, tap_layers=(1,), block_size=4, mask_token_id=66)
     assert config.head_dim == 8
-    table = RotaryTable(torch.arange(5), config.head_dim, config.rope_theta, torch.float32)
+    table = RotaryTable.of(torch.arange(5), config.head_dim, config.rope_theta, torch.float32)
     assert table.cos.shape[-1] == config.head_dim
     assert (table.cos[1:] != 1).all()  # no number of a head stays where it is
 
