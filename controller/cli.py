@@ -79,8 +79,8 @@ def start(
     Exit codes, when not 0: 1 to 63 the trainer's own, 128 + n killed by signal n, and
     64 usage, 65 hosts.toml, 66 unreachable, 67 host key, 68 login, 69 pct, 70 container,
     71 venv or workspace, 72 payload not sent, 73 not started, 74 nobody is there, 75 protocol,
-    76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled, 82 not exported or evaluated,
-    82 no checkpoint, 99 a defect, 141 nobody reads stdout.
+    76 connection lost, 77 local files, 78 GPUs in use, 79 not in time, 80 Ctrl-C, 81 not pulled,
+    82 no checkpoint, 83 not exported or evaluated, 99 a defect, 141 nobody reads stdout.
     """
     if quiet and verbose:
         raise UsageError("--quiet and --verbose exclude each other")

@@ -137,7 +137,7 @@ class CheckpointError(DflashctlError):
 class ToolError(DflashctlError):
     """An export or an evaluation was refused in the place, or failed there."""
 
-    exit_code = 82
+    exit_code = 83
 
 
 INTERNAL_EXIT_CODE = 99

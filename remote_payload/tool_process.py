@@ -123,7 +123,8 @@ def _relay(name: str, process: subprocess.Popen[bytes]) -> int:
                     for line in lines:
                         text = line.decode(errors="replace").rpartition("\r")[2]
                         last = text if text.strip() else last
-                        _say(say=text)
+                        if not text.startswith(f"{name}: "):  # its error, which the answer has
+                            _say(say=text)
     status = process.wait()
     last = said.decode(errors="replace") or last
     record = rundir.decode(answer)

@@ -42,8 +42,8 @@ def test_the_documented_codes_stay() -> None:
         "NotInTimeError": 79,
         "InterruptedByUser": 80,
         "PullError": 81,
-        "ToolError": 82,
         "CheckpointError": 82,
+        "ToolError": 83,
     }
 
 
