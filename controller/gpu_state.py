@@ -12,6 +12,7 @@ import enum
 from collections.abc import Iterable, Mapping
 
 from controller.run_records import Device, Record, number, rows, table, text, whole
+from controller.series import Point, Series
 
 HISTORY = 60
 """Utilisation samples kept of each GPU: five minutes at one every 5 s."""
@@ -80,14 +81,23 @@ class GpuTable:
     none_reason: str = ""
     t: float | None = None
     sampled: bool = False
+    busy: Mapping[str, Series] = dataclasses.field(default_factory=dict)
+    """By uuid: utilisation (0 to 1) over the container's Unix seconds."""
+    memory: Mapping[str, Series] = dataclasses.field(default_factory=dict)
+    """By uuid: used part of its memory (0 to 1) over the container's Unix seconds."""
 
     def updated(self, records: Iterable[Record]) -> GpuTable:
         """The table after these records of `gpu.jsonl`.
 
         A GPU that vanishes from the samples keeps its row and is LOST: rows never move.
         """
+        records = list(records)
+        if not records:
+            return self
         known = {gpu.uuid: gpu for gpu in self.gpus}
         none_reason, t, sampled = self.none_reason, self.t, self.sampled
+        busy: dict[str, list[Point]] = {}
+        memory: dict[str, list[Point]] = {}
         for record in records:
             kind = text(record, "kind")
             if kind == "gpu_none":
@@ -106,14 +116,25 @@ class GpuTable:
                 for uuid in samples:
                     known.setdefault(uuid, Gpu(uuid=uuid, index=None))
                 for uuid, gpu in known.items():
-                    known[uuid] = _sampled(gpu, table(samples, uuid), uuid in samples)
-        return GpuTable(gpus=tuple(known.values()), none_reason=none_reason, t=t, sampled=sampled)
+                    known[uuid] = now = _sampled(gpu, table(samples, uuid), uuid in samples)
+                    if t is not None:
+                        busy.setdefault(uuid, []).append((t, now.utilization_share))
+                        memory.setdefault(uuid, []).append((t, now.memory_share))
+        return GpuTable(
+            gpus=tuple(known.values()),
+            none_reason=none_reason,
+            t=t,
+            sampled=sampled,
+            busy=_extended(self.busy, busy),
+            memory=_extended(self.memory, memory),
+        )
 
     def with_roles(self, devices: Iterable[Device], *, training: bool) -> GpuTable:
         """The table with the trainer's roles and the word of each GPU.
 
         A GPU is matched by its uuid, or by its number where the trainer knows no uuid.
         """
+        devices = list(devices)
         by_uuid: dict[str, tuple[str, ...]] = {}
         by_index: dict[int, tuple[str, ...]] = {}
         for device in devices:
@@ -122,6 +143,9 @@ class GpuTable:
             elif device.device.startswith("cuda:") and device.device[5:].isdigit():
                 by_index[int(device.device[5:])] = device.roles
         gpus = []
+        sliced = any(gpu.mig for gpu in self.gpus)  # there the trainer's uuid is that of a slice
+        if sliced and not any(_bare(gpu.uuid) in by_uuid for gpu in self.gpus):
+            by_index |= {n: device.roles for n, device in enumerate(devices) if device.uuid}
         for gpu in self.gpus:
             roles = by_uuid.get(_bare(gpu.uuid), ())
             if not roles and gpu.index is not None:
@@ -129,6 +153,10 @@ class GpuTable:
             word = _word(gpu, sampled=self.sampled, training=training and bool(roles))
             gpus.append(dataclasses.replace(gpu, roles=roles, word=word))
         return dataclasses.replace(self, gpus=tuple(gpus))
+
+
+def _extended(series: Mapping[str, Series], new: Mapping[str, list[Point]]) -> dict[str, Series]:
+    return {uuid: series.get(uuid, Series()).extended(new.get(uuid, ())) for uuid in {**series, **new}}
 
 
 def _bare(uuid: str) -> str:

@@ -24,7 +24,7 @@ from controller.series import Ema, Series
 
 CURVES = (
     "loss", "loss_ema", "tau", "tau_estimate", "tokens_per_s", "gradient_norm", "learning_rate",
-    "step_s",
+    "step_s", "queue_batches", "queue_features",
 )  # fmt: skip
 """Curves over the step number that a state holds."""
 
@@ -65,6 +65,8 @@ class History:
     last_step: float = 0.0
     accuracy: tuple[float | None, ...] = ()
     """Accuracy by position of the block, from the newest step event."""
+    conditional_accuracy: tuple[float | None, ...] = ()
+    """The same of those labels before which all were right."""
     dataset: Dataset | None = None
     evaluations: tuple[Evaluation, ...] = ()
     events: tuple[Event, ...] = ()
@@ -91,6 +93,10 @@ class History:
                 points["loss_ema"].append((step, ema.value))
                 for name in _STEP_CURVES:
                     points[name].append((step, number(record, name)))
+                queues = record.get("queues")
+                if isinstance(queues, Mapping):  # absent before the payload wrote them: no points, no gap
+                    points["queue_batches"].append((step, number(queues, "batches")))
+                    points["queue_features"].append((step, number(queues, "features")))
                 newest = record
             elif kind == "eval":
                 again = run_events.evaluation(record)
@@ -109,6 +115,7 @@ class History:
             ema=ema,
             last_step=last_step,
             accuracy=numbers(newest, "accuracy") or self.accuracy,
+            conditional_accuracy=numbers(newest, "conditional_accuracy") or self.conditional_accuracy,
             dataset=dataset,
             evaluations=tuple(evaluations[-100:]),
             events=(*self.events, *run_events.events(records))[-run_events.KEPT :],
@@ -150,6 +157,8 @@ class RunState:
     place: str = ""
     host: str = ""
     rank: int = 0
+    hosts: int = 1
+    """Hosts that the run has; this state is of the one with `rank`."""
     attempt: int = 1
     attempts: tuple[Attempt, ...] = ()
     """All attempts so far, this one included, oldest first."""
@@ -269,7 +278,8 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
         job_name=text(run, "job"),
         place=text(run, "place"),
         host=text(run, "host"),
-        rank=whole(run, "rank") or 0,
+        rank=_rank(run),
+        hosts=max(1, len(_hosts(run))),
         attempt=attempt,
         attempts=attempts.updated(() if anew else state.attempts, news.supervisor),
         created=number(run, "created"),
@@ -298,6 +308,20 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
         connection=text(mirror, "state"),
         connection_error=text(mirror, "error"),
     )
+
+
+def _hosts(run: Record) -> list[str]:
+    hosts = run.get("hosts")
+    return [str(host) for host in hosts] if isinstance(hosts, list) else []
+
+
+def _rank(run: Record) -> int:
+    """What the record says, or the place of its host among those of the run (they stand in rank order)."""
+    said, host = whole(run, "rank"), text(run, "host")
+    if said is not None:
+        return said
+    hosts = _hosts(run)
+    return hosts.index(host) if host in hosts else 0
 
 
 def _diagnosis(

@@ -1,9 +1,9 @@
 """What fits: the rows of a terminal are given to the parts in the order an operator looks at them.
 
 Pure and total: every size from 1x1 up has an arrangement, and none is refused. Going down from a large
-terminal, first the threads leave the panels, then the curves leave the side (below 100 columns), then the
-buckets go, the GPUs shrink to one line, the flow line, the GPUs, the key line, the speed line and the
-learning line go. The status line stays to the last row.
+terminal, first the threads leave the panels, then the curves leave the side (below 100 columns), then GPUs
+beyond four rows scroll, buckets beyond the first go, then all of them, the GPUs shrink to one line, the flow
+line, the GPUs, the key line, the speed line and the learning line go. The status line stays to the last row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ WIDE_PANEL_COLUMNS = 80
 GPU_CELL_COLUMNS = 37
 LEAST_LOG_ROWS = 4
 LEAST_SIDE_ROWS = 7
+LEAST_GPU_ROWS = 5
+"""A heading and four rows; more GPUs scroll until everything else has its room."""
+
+LEAST_BUCKET_ROWS = 5
 BUCKET_COLUMNS = 66
 ROWS_A_PLOT = 8
 
@@ -87,12 +91,16 @@ def arrange(
         if left - 1 >= LEAST_LOG_ROWS:
             gpu_rows, left = 1, left - 1
         take("flow", True, LEAST_LOG_ROWS)
-        full = 1 + max(1, -(-gpus // gpus_per_row(panels)))
-        if gpu_rows and width >= GPU_CELL_COLUMNS and left - (full - 1) >= LEAST_LOG_ROWS:
-            gpu_rows, left = full, left - (full - 1)
-        full = 2 + max(1, buckets)
-        if panels >= BUCKET_COLUMNS and left - full >= LEAST_LOG_ROWS:
-            bucket_rows, left = full, left - full
+        all_gpus = 1 + max(1, -(-gpus // gpus_per_row(panels)))
+        few = min(all_gpus, LEAST_GPU_ROWS)
+        if gpu_rows and width >= GPU_CELL_COLUMNS and left - (few - 1) >= LEAST_LOG_ROWS:
+            gpu_rows, left = few, left - (few - 1)
+            full = 2 + max(1, buckets)
+            rows = min(full, left - LEAST_LOG_ROWS)
+            if panels >= BUCKET_COLUMNS and rows >= min(full, LEAST_BUCKET_ROWS):
+                bucket_rows, left = rows, left - rows
+            more = max(0, min(all_gpus - gpu_rows, left - LEAST_LOG_ROWS))
+            gpu_rows, left = gpu_rows + more, left - more
         full = 2 + max(1, threads)
         if bucket_rows and panels >= PANEL_COLUMNS and left - full >= 2 * LEAST_LOG_ROWS:
             thread_rows = full

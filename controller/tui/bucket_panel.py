@@ -15,8 +15,8 @@ from controller.tui.overview import PROGRESS_STALE_S
 from controller.tui.palette import FAINT, LABEL, PLAIN, SKY, VALUE
 
 
-def bucket_lines(state: RunState, width: int) -> list[Text]:
-    """Heading, column names, and a row for each bucket."""
+def bucket_lines(state: RunState, width: int, height: int | None = None) -> list[Text]:
+    """Heading, column names, and a row for each bucket; of too many for `height`, the first ones."""
     progress = state.progress
     buckets = progress.buckets if progress else ()
     stale = float("inf") if state.ended else PROGRESS_STALE_S
@@ -28,7 +28,8 @@ def bucket_lines(state: RunState, width: int) -> list[Text]:
     wide = width >= 76
     names = f"{'tokens':>14}  {'batches done':>15}  {'share':>6}  {'pad':>5}  {'tok/s':>6}  {'loss':>6}"
     rows = [head, line((names + (f"  {'peak':>6}" if wide else ""), LABEL))]
-    for bucket in buckets:
+    cut = 0 if height is None else max(0, len(buckets) + 2 - height)
+    for bucket in buckets[: len(buckets) - cut - 1] if cut else buckets:
         low, high = (figures.UNKNOWN if v is None else f"{v}" for v in (bucket.low, bucket.high))
         span = f"[{low:>5},{high:>5})"
         done = f"{figures.count(bucket.batches)}/{figures.count(bucket.planned)}"
@@ -45,4 +46,6 @@ def bucket_lines(state: RunState, width: int) -> list[Text]:
         if share is not None and room >= 4:
             text.append("  " + figures.bar(share, min(room, 20)), style=FAINT if dim else SKY)
         rows.append(text)
+    if cut:
+        rows.append(line((f"{'':>14}  {cut + 1} more: a taller terminal shows them", LABEL)))
     return rows

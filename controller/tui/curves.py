@@ -1,164 +1,306 @@
-"""Curves over the step number, drawn in braille by textual-plot: four dots high, two wide a cell.
+"""Which curves there are, and each as a panel of lines: a heading that is its legend, and the plot below.
 
-A value that is not finite is a gap: every finite run between gaps is a line of its own, because
-textual-plot joins what is left of a NaN. What a plot has more of than it has columns is thinned to the
-lowest and the highest of each column, so that a spike stays a spike.
+The horizontal axis is the step number, for GPUs the time. All panels share one `Look`: the zoomed part and
+the cursor as shares of the whole, so that they stay beside one another. A run of a night changes a plot by a
+dot in minutes, so a plot is drawn again only when a dot of it would be seen elsewhere (`Drawn`).
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.text import Text
-from textual.app import ComposeResult
-from textual.containers import Vertical
-from textual.reactive import reactive
-from textual_hires_canvas import HiResMode
-from textual_plot import NumericAxisFormatter, PlotWidget
 
+from controller.health import age_text
 from controller.run_state import RunState
-from controller.series import Series
+from controller.series import Point, Series
 from controller.tui import figures
-from controller.tui.lines import Lines, line
-from controller.tui.palette import CURVE_COLOURS, HEADING, LABEL, WARN
+from controller.tui.acceptance import acceptance_lines, acceptance_values
+from controller.tui.gpu_panel import STALE_S as GPU_STALE_S
+from controller.tui.gpu_panel import gpu_role
+from controller.tui.lines import line
+from controller.tui.overview import is_stale
+from controller.tui.palette import (
+    CURVE_COLOURS,
+    FAINT,
+    GOOD,
+    GREY,
+    HEADING,
+    LABEL,
+    PLAIN,
+    ROLE_COLOURS,
+    VALUE,
+    WARN,
+)
+from controller.tui.plot import Curve, Window, plot_lines, strip
 
-Points = Sequence[tuple[float, float]]
+CURVES_STALE_S = 30.0
+"""Steps are told once a second, or once a step where a step takes longer."""
+
+_STRIP_MARGIN = 7
+
+Shown = Callable[[float | None], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """What of the curves is shown: a part of the horizontal axis and the cursor, as shares of the whole."""
+
+    start: float = 0.0
+    end: float = 1.0
+    cursor: float | None = None
+    """As a share of the part that is shown."""
+    log: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is zoomed away."""
+        return self.start == 0.0 and self.end == 1.0
+
+    def zoomed(self, factor: float) -> Look:
+        """Nearer (`factor` below 1) or farther, around the cursor or the newest values."""
+        around = self.start + (1.0 if self.cursor is None else self.cursor) * (self.end - self.start)
+        span = min(1.0, max(0.002, (self.end - self.start) * factor))
+        share = 1.0 if self.cursor is None else self.cursor
+        start = min(1.0 - span, max(0.0, around - share * span))
+        return dataclasses.replace(self, start=start, end=start + span if span < 1.0 else 1.0)
+
+    def moved(self, by: float) -> Look:
+        """The cursor moved by a share of the width; at an edge the picture moves instead."""
+        if self.cursor is None:
+            return dataclasses.replace(self, cursor=1.0 if by < 0 else 0.0)
+        cursor, span = self.cursor + by, self.end - self.start
+        start = self.start
+        if not 0.0 <= cursor <= 1.0:
+            start = min(1.0 - span, max(0.0, start + by * span))
+        return dataclasses.replace(
+            self, cursor=min(1.0, max(0.0, cursor)), start=start, end=start + span if span < 1.0 else 1.0
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plot:
-    """What one plot shows: names of curves in `RunState.curves`, with their labels."""
+    """What one panel shows: names of curves in `RunState.curves` with their labels, or `source`."""
 
     title: str
-    curves: tuple[tuple[str, str], ...]
-    places: int | None = None
-    """Decimal places of the values in its heading; None: a short count."""
+    help: str
+    curves: tuple[tuple[str, str], ...] = ()
+    text: Shown = figures.short
     smooth: bool = False
-    """Drawn as averages: its noise says nothing."""
     falls: bool = False
     """Its first values are far above all others: they are left out once there are enough."""
+    linear: bool = False
+    """Never on a logarithmic scale."""
+    source: str = ""
+    """`busy` or `memory` of the GPUs, or `acceptance`."""
+
+
+def _three(value: float | None) -> str:
+    return figures.decimal(value, 3)
+
+
+def _two(value: float | None) -> str:
+    return figures.decimal(value, 2)
 
 
 PLOTS = (
-    Plot("loss", (("loss", "raw"), ("loss_ema", "ema")), 3, falls=True),
-    Plot("tau", (("tau_estimate", "train"), ("tau", "decoded")), 2),
-    Plot("tok/s", (("tokens_per_s", ""),), smooth=True),
-    Plot("gradient norm", (("gradient_norm", ""),), 2),
-)
+    Plot("loss", "the objective, and its debiased average over 50 steps",
+         (("loss", "raw"), ("loss_ema", "ema")), _three, falls=True),
+    Plot("tau", "tokens a round: ◆ by real decoding, and estimated on training blocks",
+         (("tau_estimate", "est"), ("tau", "decoded")), _two, smooth=True),
+    Plot("tok/s", "context tokens trained on a second", (("tokens_per_s", ""),), smooth=True),
+    Plot("gradient norm", "of all parameters, before clipping", (("gradient_norm", ""),), _two),
+    Plot("learning rate", "of AdamW", (("learning_rate", ""),), figures.scientific),
+    Plot("queues", "rows that wait for a target, for a drafter",
+         (("queue_batches", "batches"), ("queue_features", "features")), figures.count, linear=True),
+    Plot("acceptance", "share of blocks that keep at least k drafted tokens, k from 1",
+         source="acceptance", linear=True),
+    Plot("GPU busy", "utilisation of each GPU over time, by nvidia-smi", source="busy", linear=True),
+    Plot("GPU memory", "used part of each GPU's memory over time", source="memory", linear=True),
+)  # fmt: skip
 
 
-class _FewTicks(NumericAxisFormatter):
-    """Ticks that fit; labels as short as they can be."""
+class Drawn:
+    """The lines of each panel as last drawn, and from what."""
 
-    most = 4
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[object, list[Text]]] = {}
 
-    def get_ticks(self, min_: float, max_: float, max_ticks: int = 8) -> list[float]:
-        return super().get_ticks(min_, max_, self.most)
-
-    def get_labels_for_ticks(self, ticks: Sequence[float]) -> list[str]:
-        if any(abs(tick) >= 1000 for tick in ticks):
-            labels = [figures.short(tick) if tick else "0" for tick in ticks]
-            if len(set(labels)) == len(labels):
-                return labels
-            return [f"{tick / 1000:.1f}k" for tick in ticks]
-        return super().get_labels_for_ticks(ticks)
-
-
-class _SmallPlot(PlotWidget):
-    """A plot whose margins hold tick labels and nothing else: the heading says what it is."""
-
-    margin_left = reactive(7)
-    margin_top = reactive(0)
-    margin_bottom = reactive(1)
+    def panel(
+        self, state: RunState, plot: Plot, width: int, height: int, look: Look, *, chosen: bool = False
+    ) -> list[Text]:
+        """Heading and plot, `height` lines of `width` columns."""
+        dim = is_stale(state)
+        key = (width, height, look, dim, _seen(state, plot, 2 * width))
+        kept = self._kept.get(plot.title)
+        if kept is None or kept[0] != key:
+            kept = self._kept[plot.title] = (key, _body(state, plot, width, height - 1, look, dim))
+        return [_heading(state, plot, width, look, chosen), *kept[1]]
 
 
-class CurvePlot(Vertical):
-    """One plot under a heading that is its legend and has the newest values."""
+def _body(state: RunState, plot: Plot, width: int, height: int, look: Look, dim: bool) -> list[Text]:
+    if plot.source == "acceptance":
+        return acceptance_lines(state, width, height, dim=dim)
+    if plot.source:
+        return _strips(state, plot, width, height, look, dim)
+    curves = [
+        Curve(
+            state.curves[name].all_points,
+            CURVE_COLOURS[name],
+            marks=name == "tau",
+            smooth=plot.smooth,
+        )
+        for name, _ in plot.curves
+    ]
+    return plot_lines(
+        curves,
+        width,
+        height,
+        step_window(state, plot, look),
+        log=look.log and not plot.linear,
+        cursor=look.cursor,
+        dim=dim,
+    )
 
-    DEFAULT_CSS = """
-    CurvePlot { height: 1fr; width: 1fr; }
-    CurvePlot PlotWidget { height: 1fr; }
-    CurvePlot PlotWidget > .plot--axis { color: $panel-lighten-2; }
-    CurvePlot PlotWidget > .plot--tick { color: $foreground-muted; text-style: none; }
-    """
 
-    def __init__(self, plot: Plot, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._plot = plot
-        self._drawn: object = None
-        self._state: RunState | None = None
+def step_window(state: RunState, plot: Plot, look: Look) -> Window | None:
+    """The steps that are shown; None before the first."""
+    ends = [one.all_points for one in state.curves.values() if one.points or one.pending]
+    if not ends:
+        return None
+    start, end = min(points[0][0] for points in ends), max(points[-1][0] for points in ends)
+    if look.whole and plot.falls and not look.log:
+        start = _first_useful(state.curves[plot.curves[-1][0]]) or start
+    span = end - start
+    return Window(start + look.start * span, start + look.end * span)
 
-    def on_resize(self) -> None:
-        """Another size has room for other dots and ticks."""
-        if self._state is not None:
-            self.show(self._state)
 
-    def compose(self) -> ComposeResult:
-        """A heading and the plot."""
-        yield Lines()
-        yield _SmallPlot()
+def time_window(state: RunState, look: Look) -> Window | None:
+    """The part of the GPUs' time that is shown."""
+    ends = [points for one in state.gpu_table.busy.values() if (points := one.all_points)]
+    if not ends:
+        return None
+    start, end = min(points[0][0] for points in ends), max(points[-1][0] for points in ends)
+    return Window(start + look.start * (end - start), start + look.end * (end - start))
 
-    def show(self, state: RunState) -> None:
-        """Draw the curves of `state`, again only when a dot more of them would be seen."""
-        self._state = state
-        if not self.is_mounted:
-            return
-        series = [(name, label, state.curves[name]) for name, label in self._plot.curves]
-        first = _first_useful(series[-1][2]) if self._plot.falls else None
-        self.query_one(Lines).set_lines([self._heading(series, first)])
-        columns = max(8, self.size.width - 9)
-        drawn = (self.size, *(_looks(one, 2 * columns) for _, _, one in series))
-        if drawn == self._drawn:
-            return
-        self._drawn = drawn
-        widget = self.query_one(PlotWidget)
-        rows = max(2, self.size.height - 4)
-        x_ticks, y_ticks = _FewTicks(), _FewTicks()
-        x_ticks.most, y_ticks.most = max(2, columns // 9), max(2, min(6, rows // 3))
-        widget.set_x_formatter(x_ticks)
-        widget.set_y_formatter(y_ticks)
-        widget.clear()
-        for name, _, one in series:
-            colour = CURVE_COLOURS[name]
-            for segment in one.segments:
-                points = [p for p in segment if first is None or p[0] >= first]
-                thin = (averaged if self._plot.smooth else thinned)(points, columns)
-                xs, ys = [x for x, _ in thin], [y for _, y in thin]
-                if name == "tau" and len(thin) < columns // 3:
-                    widget.scatter(xs, ys, marker="◆", marker_style=colour)
-                elif len(thin) == 1:
-                    widget.scatter(xs, ys, marker="·", marker_style=colour)
-                else:
-                    widget.plot(xs, ys, line_style=colour, hires_mode=HiResMode.BRAILLE)
 
-    def _heading(self, series: Sequence[tuple[str, str, Series]], first: float | None) -> Text:
-        text = line((f"{self._plot.title} ", HEADING))
-        for name, label, one in series:
-            places = self._plot.places
-            value = figures.short(one.last) if places is None else figures.decimal(one.last, places)
-            text.append(f" {label} {value}" if label else f" {value}", style=CURVE_COLOURS[name])
-            gaps = sum(1 for _, y in one.points if y is None) if name != "loss_ema" else 0
-            if gaps:
-                text.append(f" {gaps} gap{'s' * (gaps != 1)} (NaN)", style=WARN)
+def _strips(state: RunState, plot: Plot, width: int, height: int, look: Look, dim: bool) -> list[Text]:
+    """A row for each GPU: number, its share over time, the value at the cursor or the newest one."""
+    series = state.gpu_table.busy if plot.source == "busy" else state.gpu_table.memory
+    window = time_window(state, look)
+    rows: list[Text] = []
+    columns = width - _STRIP_MARGIN - 5
+    if window is None or columns < 8:
+        rows = [line(("  no samples yet", LABEL))]
+        return [*rows, *(line() for _ in range(height - 1))][:height]
+    at = None if look.cursor is None else window.at(look.cursor)
+    shown = state.gpus if len(state.gpus) < height else state.gpus[: max(0, height - 2)]
+    for gpu in shown:
+        points = series.get(gpu.uuid, Series()).all_points
+        value = nearest(points, at) if at is not None else (points[-1][1] if points else None)
+        role = gpu_role(gpu)
+        text = line((f"{figures.UNKNOWN if gpu.index is None else gpu.index:>3} {role:<2} ", LABEL))
+        cells = strip(points, columns, window)
+        text.append(cells, style=FAINT if dim else ROLE_COLOURS.get(role, GREY))
+        if look.cursor is not None:
+            place = _STRIP_MARGIN + min(columns - 1, int(look.cursor * columns))
+            text.stylize("reverse", place, place + 1)
+        text.append(f"{figures.share(value):>5}", style=FAINT if dim else VALUE)
+        rows.append(text)
+    if len(shown) < len(state.gpus):
+        rows.append(line((f"       {len(state.gpus) - len(shown)} more: Enter gives room", LABEL)))
+    if height > len(rows):
+        ends = [figures.clock(t - state.clock_difference_s)[:5] for t in (window.start, window.end)]
+        rows.append(line((" " * _STRIP_MARGIN + ends[0] + f"{ends[1]:>{max(0, columns - 5)}}", LABEL)))
+    rows = [*rows, *(line() for _ in range(height - len(rows)))][:height]
+    for text in rows:
+        text.pad_right(max(0, width - text.cell_len))
+    return rows
+
+
+def nearest(points: Sequence[Point], x: float) -> float | None:
+    """The value of the point nearest to x; None: a gap, or no points."""
+    if not points:
+        return None
+    place = bisect.bisect_left(points, x, key=lambda p: p[0])
+    near = points[max(0, place - 1) : place + 1] or points[-1:]
+    return min(near, key=lambda p: abs(p[0] - x))[1]
+
+
+def _heading(state: RunState, plot: Plot, width: int, look: Look, chosen: bool) -> Text:
+    """The title, the value of each curve (at the cursor, or the newest), and the age of the data."""
+    text = line(("▸" if chosen else "", GOOD), (f"{plot.title} ", HEADING))
+    age, stale = state.ages.events, CURVES_STALE_S
+    if plot.source == "acceptance":
+        text.append_text(acceptance_values(state))
+    elif plot.source:
+        age, stale = state.ages.gpu, GPU_STALE_S
+        window = time_window(state, look)
+        if look.cursor is not None and window is not None:
+            text.append(figures.clock(window.at(look.cursor) - state.clock_difference_s), style=PLAIN)
+    else:
+        text.append_text(_values(state, plot, look))
+    return _with_age(state, text, width, age, stale)
+
+
+def _with_age(state: RunState, text: Text, width: int, age: float | None, stale: float) -> Text:
+    if state.ended or age is None:
+        end = line()
+    elif age > stale:
+        end = line((f" ○ stale {age_text(age)}", WARN))
+    else:
+        end = line((f" {age_text(age)}", LABEL))
+    text.truncate(max(0, width - end.cell_len), overflow="ellipsis")
+    text.pad_right(max(0, width - text.cell_len - end.cell_len))
+    text.append_text(end)
+    return text
+
+
+def _values(state: RunState, plot: Plot, look: Look) -> Text:
+    text = line()
+    window = step_window(state, plot, look)
+    for name, label in plot.curves:
+        one = state.curves[name]
+        value = one.last
+        if look.cursor is not None and window is not None:
+            value = nearest(one.all_points, window.at(look.cursor))
+        shown = plot.text(value)
+        text.append(f" {label} {shown}" if label else f" {shown}", style=CURVE_COLOURS[name])
+        gaps = sum(1 for _, y in one.points if y is None) if name != "loss_ema" else 0
+        if gaps:
+            text.append(f" {gaps} gap{'s' * (gaps != 1)} (NaN)", style=WARN)
+    if not any(state.curves[name].all_points for name, _ in plot.curves):
+        return line(("no values yet", LABEL))
+    if look.log and not plot.linear:
+        text.append(" log", style=LABEL)
+    if plot.falls and look.whole and not look.log and window is not None:
+        first = _first_useful(state.curves[plot.curves[-1][0]])
         if first is not None:
             text.append(f" from step {figures.count(first)}", style=LABEL)
-        if not any(one.all_points for _, _, one in series):
-            text.append(" no values yet", style=LABEL)
-        return text
+    return text
 
 
-def _looks(series: Series, dots: int) -> tuple[int, int, int]:
-    """What of a series can be seen on `dots` dots: its gaps, and where its first and last dot are.
+def _seen(state: RunState, plot: Plot, dots: int) -> object:
+    """What of a panel's data can be seen on `dots` dots."""
+    if plot.source == "acceptance":
+        newest = state.history.evaluations[-1:] or ()
+        return (newest, state.history.conditional_accuracy)
+    if plot.source:
+        return (state.gpu_table.t, len(state.gpus))
+    return tuple(_looks(state.curves[name], dots) for name, _ in plot.curves)
 
-    A plot of a night's run changes by a dot in minutes; drawing it every second took 3 % of a core.
-    """
+
+def _looks(series: Series, dots: int) -> tuple[int, int, int, int]:
+    """Of a series its gaps and where its first and last dot are."""
     points = series.all_points
     if not points:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     start, end = points[0][0], points[-1][0]
     dot = max(1e-9, (end - start) / dots) if len(points) > dots else 1e-9
-    return len(series.segments), int(start), int(end / dot)
+    gaps = sum(1 for _, y in points if y is None)
+    return gaps, int(start), int(end / dot), series.stride
 
 
 def _first_useful(series: Series) -> float | None:
@@ -176,25 +318,10 @@ def _first_useful(series: Series) -> float | None:
     return next(x for x, y in points if y <= limit)
 
 
-def thinned(points: Points, columns: int) -> list[tuple[float, float]]:
-    """At most two of `points` a column: its lowest and its highest, in their order."""
-    if len(points) <= 2 * columns:
-        return list(points)
-    kept = []
-    for part in _parts(points, columns):
-        low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
-        kept += sorted({low, high})
-    return kept
-
-
-def averaged(points: Points, columns: int) -> list[tuple[float, float]]:
-    """At most one point for two columns: the mean of what lies there."""
-    count = max(1, columns // 2)
-    if len(points) <= count:
-        return list(points)
-    return [(part[len(part) // 2][0], sum(y for _, y in part) / len(part)) for part in _parts(points, count)]
-
-
-def _parts(points: Points, count: int) -> list[Points]:
-    size = len(points)
-    return [points[n * size // count : (n + 1) * size // count] for n in range(count)]
+def side_lines(state: RunState, drawn: Drawn, width: int, height: int, plots: int) -> list[Text]:
+    """The first `plots` panels above one another, for beside the overview."""
+    rows: list[Text] = []
+    for number in range(plots):
+        room = (number + 1) * height // plots - len(rows)
+        rows += drawn.panel(state, PLOTS[number], width, room, Look())
+    return rows

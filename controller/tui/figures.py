@@ -31,6 +31,19 @@ def decimal(value: float | None, places: int = 3) -> str:
     return f"{value:.{places}f}" if abs(value) < 1000 else f"{value:.2e}"
 
 
+def tick(value: float) -> str:
+    """The label of an axis, at most six characters: `0`, `2.5`, `120k`, `3e-4`."""
+    if not value:
+        return "0"
+    if abs(value) >= 1000:
+        shown = f"{value / 1000:.4g}k" if abs(value) < 1e6 else f"{value / 1e6:.4g}M"
+        return shown if len(shown) <= 6 else short(value)
+    if abs(value) >= 0.001:
+        return f"{value:.4g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
 def scientific(value: float | None) -> str:
     """`3.0e-4`."""
     if value is None:

@@ -2,7 +2,8 @@
 
 A GPU that is in trouble has its word in the place of its bar, so that a table of eight stays eight cells of
 one width. Columns: number, role (T target, D drafter), utilisation, memory used and there, power,
-temperature.
+temperature. Where not all fit, they scroll, and the heading says which rows are shown and which GPU beyond
+them is in trouble.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from controller.run_state import RunState
 from controller.tui import figures
 from controller.tui.arrangement import GPU_CELL_COLUMNS, gpus_per_row
 from controller.tui.lines import heading, line, remote
-from controller.tui.palette import FAINT, GOOD, GPU_WORDS, LABEL, PLAIN, VALUE, WARN
+from controller.tui.palette import FAINT, GOOD, GPU_WORDS, HEADING, LABEL, PLAIN, VALUE, WARN
 
 STALE_S = 20.0
 """nvidia-smi is asked every 5 s."""
@@ -24,30 +25,42 @@ STALE_S = 20.0
 _BAR = 9
 
 
-def gpu_lines(state: RunState, width: int) -> list[Text]:
-    """The full panel: heading and cells, or heading and the reason why there are no GPUs."""
+def gpu_lines(state: RunState, width: int, height: int | None = None, first: int = 0) -> list[Text]:
+    """The full panel: heading and cells, or heading and the reason why there are no GPUs.
+
+    Of more rows of cells than `height` - 1, those from `first` on.
+    """
     table = state.gpu_table
     settled = state.ended or not table.gpus  # that there is no GPU is said once, and does not grow old
     stale = float("inf") if settled else STALE_S
     name = _names(state)
-    head = heading(f"GPUs{name}", width, state.ages.gpu, stale)
     if not table.gpus:
-        return [head, line("  ", _no_gpus(state))]
+        return [heading(f"GPUs{name}", width, state.ages.gpu, stale), line("  ", _no_gpus(state))]
     dim = not state.ended and (state.ages.gpu is None or state.ages.gpu > STALE_S)
-    cells = [_cell(gpu, dim=dim) for gpu in table.gpus]
-    rows = [head]
     columns = gpus_per_row(width)
-    height = -(-len(cells) // columns)
-    for row in range(height):
+    deep = -(-len(table.gpus) // columns)
+    shown = deep if height is None else max(1, min(deep, height - 1))
+    first = max(0, min(first, deep - shown))
+    rows = []
+    for row in range(first, first + shown):
         text = line()
         for column in range(columns):
-            number = row + column * height
-            if number < len(cells):
-                cell = cells[number]
-                cell.pad_right(GPU_CELL_COLUMNS + 1 - cell.cell_len if column + 1 < columns else 0)
+            number = row + column * deep
+            if number < len(table.gpus):
+                cell = _cell(table.gpus[number], dim=dim)
+                gap = min(4, width - 2 * GPU_CELL_COLUMNS)
+                cell.pad_right(GPU_CELL_COLUMNS + gap - cell.cell_len if column + 1 < columns else 0)
                 text.append_text(cell)
         rows.append(text)
-    return rows
+    if shown < deep:
+        name += f"  rows {first + 1}-{first + shown} of {deep} [ ]"
+        hidden = [
+            f"{gpu.word} {gpu.index}"
+            for number, gpu in enumerate(table.gpus)
+            if gpu.word is not GpuWord.WORKING and not first <= number % deep < first + shown
+        ]
+        name += f"  ! {', '.join(hidden[:3])}" if hidden else ""
+    return [heading(f"GPUs{name}", width, state.ages.gpu, stale), *rows]
 
 
 def gpu_summary(state: RunState, width: int) -> Text:
@@ -85,14 +98,15 @@ def _names(state: RunState) -> str:
         return f" no answer: {reason.plain}"
     if len(names) != 1:
         return ""
-    return f" {len(state.gpus)} × {remote(names.pop().removeprefix('NVIDIA ')).plain}"
+    sliced = " (MIG)" if any(gpu.mig for gpu in state.gpus) else ""
+    return f" {len(state.gpus)} × {remote(names.pop().removeprefix('NVIDIA ')).plain}{sliced}"
 
 
 def _cell(gpu: Gpu, *, dim: bool) -> Text:
     value = FAINT if dim else VALUE
     text = line(
         (f"{figures.UNKNOWN if gpu.index is None else gpu.index:>2} ", LABEL),
-        (f"{_role(gpu):<2} ", PLAIN),
+        (f"{gpu_role(gpu):<2} ", PLAIN),
     )
     if gpu.word in (GpuWord.LOST, GpuWord.NO_DATA):
         text.append(f" {gpu.word} ", style=GPU_WORDS[gpu.word])
@@ -100,7 +114,9 @@ def _cell(gpu: Gpu, *, dim: bool) -> Text:
         text.append(" ")
         why.truncate(max(0, GPU_CELL_COLUMNS - text.cell_len), overflow="ellipsis")
         return text.append_text(why)
-    if gpu.word is GpuWord.WORKING:
+    if gpu.mig and gpu.word is GpuWord.WORKING and gpu.utilization_share is None:
+        text.append(f"{'MIG':<{_BAR}}", style=FAINT if dim else HEADING)  # its slices have no utilisation
+    elif gpu.word is GpuWord.WORKING:
         text.append(figures.bar(gpu.utilization_share, _BAR), style=FAINT if dim else GOOD)
     else:
         text.append(f"{gpu.word:<{_BAR}}", style=FAINT if dim else GPU_WORDS[gpu.word])
@@ -115,7 +131,8 @@ def _cell(gpu: Gpu, *, dim: bool) -> Text:
     return text
 
 
-def _role(gpu: Gpu) -> str:
+def gpu_role(gpu: Gpu) -> str:
+    """`T` for a target, `D` for a drafter, `TD` for both, `-`."""
     roles = ("T" if any(r.startswith("target") for r in gpu.roles) else "") + (
         "D" if any(r.startswith("draft") for r in gpu.roles) else ""
     )

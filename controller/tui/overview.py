@@ -7,13 +7,16 @@ pure: a `RunState` and a width in columns to lines.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from rich.style import Style
 from rich.text import Text
 
 from controller.diagnose import alarms
 from controller.health import Word, age_text
 from controller.run_events import Level
-from controller.run_records import Record, number, whole
+from controller.run_records import Progress, Record, number, whole
 from controller.run_records import text as remote_text
 from controller.run_state import RunState
 from controller.tui import figures
@@ -33,13 +36,53 @@ from controller.tui.palette import (
 PROGRESS_STALE_S = 10.0
 """The trainer writes its progress once a second."""
 
-ROOMY_COLUMNS = 90
-"""From this width on lines also have what is only nice to know."""
-
-WIDE_COLUMNS = 120
-"""And from this one on what is longer."""
+_WORKERS = ("target", "drafter")
 
 DEAD_WORDS = (Word.FAILED, Word.KILLED, Word.LOST)
+
+Part = tuple[int, str, Text]
+"""A part of a line: how soon it goes when the line is too long (0 never, 9 first), what stands before it,
+and its text.
+"""
+
+
+def fitted(parts: Sequence[Part], width: int, right: Text | None = None) -> Text:
+    """One line of the parts that fit into `width`, the least important left out; `right` at its end.
+
+    `right` goes before any part does, unless it is in `WARN`'s style, which says that the parts are old.
+    """
+    kept = list(parts)
+    end = right if right is not None else Text()
+    urgent = any(span.style == WARN for span in end.spans)
+
+    def cells() -> int:
+        return sum(len(lead) + text.cell_len for _, lead, text in kept) - (len(kept[0][1]) if kept else 0)
+
+    while kept and cells() + (1 + end.cell_len if end.plain and urgent else 0) > width:
+        worst = max(range(len(kept)), key=lambda n: (kept[n][0], n))
+        if not kept[worst][0]:
+            break
+        del kept[worst]
+    text = line()
+    for place, (_, lead, part) in enumerate(kept):
+        if place:
+            text.append(lead, style=RULE_STYLE)
+        text.append_text(part)
+    if urgent:
+        text.truncate(max(0, width - 1 - end.cell_len), overflow="ellipsis")
+    if end.plain and text.cell_len + 1 + end.cell_len <= width:
+        text.append(" " * (width - text.cell_len - end.cell_len))
+        text.append_text(end)
+    return text
+
+
+def age_mark(state: RunState, age: float | None, stale_s: float) -> Text:
+    """How old the data of a line is; says so in words when it is old."""
+    if age is None or state.ended:
+        return line()
+    if age > stale_s:
+        return line((f"○ stale {age_text(age)}", WARN))
+    return line((age_text(age), LABEL))
 
 
 def is_stale(state: RunState) -> bool:
@@ -58,37 +101,37 @@ def status_line(state: RunState, width: int) -> Text:
     chip = f" {shape} {health.headline} "
     if health.word in (Word.LIVE, Word.LAUNCHING, Word.STOPPING, Word.ENDING) and age is not None:
         chip = f" {shape} {health.headline} {age_text(age)} "
-    text = line((chip, style))
+    first = line((chip, style))
     if health.word.no_news and health.written:
-        text.append(f" was {health.written}", style=WARN)
+        first.append(f" was {health.written}", style=WARN)
         if health.word is not Word.STALE and age is not None:
-            text.append(f" {age_text(age)} ago", style=WARN)
+            first.append(f" {age_text(age)} ago", style=WARN)
     elif state.ended:
         ended = state.container_age(_end_time(state))
         if ended is not None:
-            text.append(f" {figures.span(ended)} ago", style=LABEL)
-    progress = state.progress
-    parts: list[Text] = []
+            first.append(f" {figures.span(ended)} ago", style=LABEL)
+    name = remote(state.run_id or "no run id yet", VALUE)
+    where = state.place or state.host
+    parts: list[Part] = [(0, "", first)]
+    if where:
+        parts.append((7, " │ ", remote(where, LABEL)))
+    parts.append((3, " " if where else " │ ", name))
+    if state.hosts > 1:
+        parts.append((4, " ", line((f"host {state.rank + 1}/{state.hosts}", WARN))))
     if state.attempt > 1:
-        parts.append(line(("attempt ", LABEL), (figures.count(state.attempt), VALUE)))
+        parts.append((6, " │ ", line(("attempt ", LABEL), (figures.count(state.attempt), VALUE))))
+    progress = state.progress
     if progress is not None and progress.step is not None:
-        step = line(("step ", LABEL), (figures.count(progress.step), VALUE))
+        parts.append((1, " │ ", line(("step ", LABEL), (figures.count(progress.step), VALUE))))
         if progress.steps:
-            step.append(f"/{figures.count(progress.steps)}", style=PLAIN)
-            step.append(f" {progress.step / progress.steps:.0%}", style=VALUE)
-        parts.append(step)
+            parts.append((5, "", line((f"/{figures.count(progress.steps)}", PLAIN))))
+            parts.append((2, " ", line((f"{progress.step / progress.steps:.0%}", VALUE))))
     if progress is not None and not state.ended:
         if progress.phase and progress.phase != "training":
-            parts.append(remote(progress.phase.replace("_", " "), WARN))
+            parts.append((2, " │ ", remote(progress.phase.replace("_", " "), WARN)))
         if progress.eta_s is not None:
-            parts.append(line(("ETA ", LABEL), (figures.span(progress.eta_s), VALUE)))
-    name = state.run_id or "no run id yet"
-    where = state.place or state.host
-    parts.insert(0, line(remote(where, LABEL), " " if where else "", remote(name, VALUE)))
-    for part in parts:
-        text.append(" │ ", style=RULE_STYLE)
-        text.append_text(part)
-    return text
+            parts.append((4, " │ ", line(("ETA ", LABEL), (figures.span(progress.eta_s), VALUE))))
+    return fitted(parts, width)
 
 
 def _end_time(state: RunState) -> float | None:
@@ -105,27 +148,39 @@ def learning_line(state: RunState, width: int) -> Text:
     p = state.progress
     if p is None:
         return line((_waiting_for(state), LABEL))
+    mark = age_mark(state, state.ages.progress, PROGRESS_STALE_S)
+    if p.loss is None and not p.loss_is_nan and p.phase in ("loading", "warming_up"):
+        return fitted([(0, "", _beginning(p))], width, mark)
     value = _value_style(state)
-    text = line(("loss ", LABEL))
-    if p.loss_is_nan:
-        text.append("NaN", style=BAD)
-    else:
-        text.append(figures.decimal(p.loss), style=value)
-    text.append(f" (ema {figures.decimal(p.loss_ema)})", style=LABEL)
-    text.append("  tau ", style=LABEL)
-    text.append(figures.decimal(p.tau, 2), style=value)
+    loss = line(("loss ", LABEL))
+    loss.append("NaN" if p.loss_is_nan else figures.decimal(p.loss), style=BAD if p.loss_is_nan else value)
+    parts: list[Part] = [(0, "", loss), (3, " ", _figure("ema", figures.decimal(p.loss_ema), PLAIN))]
+    tau = _figure("tau", figures.decimal(p.tau, 2), value)
+    parts.append((1, "  ", tau))
     if p.tau_step is not None and p.tau is not None:
-        text.append(f" @{figures.count(p.tau_step)}", style=LABEL)
-    text.append(f" (train {figures.decimal(p.tau_estimate, 2)})", style=LABEL)
-    if p.best_tau is not None and p.best_step != p.tau_step and width >= WIDE_COLUMNS:
-        text.append(f" best {figures.decimal(p.best_tau, 2)} @{figures.count(p.best_step)}", style=LABEL)
-    text.append("  gnorm ", style=LABEL)
-    text.append(figures.decimal(p.gradient_norm, 2), style=value)
-    text.append("  lr ", style=LABEL)
-    text.append(figures.scientific(p.learning_rate), style=value)
-    if p.epoch is not None and width >= ROOMY_COLUMNS:
-        text.append("  epoch ", style=LABEL)
-        text.append(f"{p.epoch:.2f}", style=value)
+        parts.append((6, "", line((f"@{figures.short(p.tau_step)}", LABEL))))
+    parts.append((2, " ", _figure("est", figures.decimal(p.tau_estimate, 2), PLAIN)))
+    if p.best_tau is not None:
+        parts.append((4, " ", _figure("best", figures.decimal(p.best_tau, 2), PLAIN)))
+        if p.best_step is not None and p.best_step != p.tau_step:
+            parts.append((8, "", line((f"@{figures.short(p.best_step)}", LABEL))))
+    parts.append((5, "  ", _figure("gnorm", figures.decimal(p.gradient_norm, 2), value)))
+    parts.append((7, "  ", _figure("lr", figures.scientific(p.learning_rate), value)))
+    if p.epoch is not None:
+        parts.append((9, "  ", _figure("epoch", f"{p.epoch:.2f}", value)))
+    return fitted(parts, width, mark)
+
+
+def _figure(name: str, shown: str, style: Style) -> Text:
+    return line((f"{name} ", LABEL), (shown, style))
+
+
+def _beginning(p: Progress) -> Text:
+    """What the threads are at before the first step: `loading 6 · waiting for features 2`."""
+    text = line((f"{p.phase.replace('_', ' ')}: ", WARN))
+    found = Counter(remote(thread.state).plain for thread in p.threads if thread.role in _WORKERS)
+    shown = [f"{count} × {state}" for state, count in found.most_common(4)]
+    text.append(", ".join(shown) if shown else "no thread has begun", style=PLAIN)
     return text
 
 
@@ -162,33 +217,33 @@ def _value_style(state: RunState) -> Style:
 
 
 def speed_line(state: RunState, width: int) -> Text:
-    """Rate, step time, how it runs, MFU, recompiles, the newest checkpoint, and alarms."""
+    """Rate, step time, how it runs, MFU, recompiles, the newest checkpoint, and events that warn."""
     p = state.progress
     if p is None:
         return remote(state.health.detail, LABEL)
     value = _value_style(state)
-    text = line(("tok/s ", LABEL), (figures.short(p.tokens_per_s), value))
-    text.append("  step ", style=LABEL)
-    text.append(figures.seconds(p.step_s), style=value)
+    parts: list[Part] = [
+        (0, "", _figure("tok/s", figures.short(p.tokens_per_s), value)),
+        (1, "  ", _figure("step", figures.seconds(p.step_s), value)),
+    ]
     if p.execution:
-        text.append_text(line(" ", remote(p.execution, LABEL)))
+        parts.append((6, " ", remote(p.execution, LABEL)))
     if p.mfu_share is not None:
-        text.append("  MFU ", style=LABEL)
-        text.append(figures.share(p.mfu_share), style=value)
-    if p.recompiles or width >= ROOMY_COLUMNS:
-        text.append("  recompiles ", style=LABEL)
-        text.append(figures.count(p.recompiles), style=WARN if p.recompiles else value)
-    text.append("  ckpt ", style=LABEL)
+        parts.append((4, "  ", _figure("MFU", figures.share(p.mfu_share), value)))
+    recompiled = _figure("recompiles", figures.count(p.recompiles), WARN if p.recompiles else value)
+    parts.append((2 if p.recompiles else 9, "  ", recompiled))
     if p.checkpoint_step is None:
-        text.append("none", style=value)
+        parts.append((3, "  ", _figure("ckpt", "none", value)))
     else:
-        text.append(figures.count(p.checkpoint_step), style=value)
+        parts.append((3, "  ", _figure("ckpt", figures.count(p.checkpoint_step), value)))
         ago = figures.span(state.container_age(p.checkpoint_t))
-        text.append(f" ({ago} ago)" if width >= ROOMY_COLUMNS else f" ({ago})", style=LABEL)
+        parts.append((5, " ", line((f"{ago} ago", LABEL))))
+    if p.anchor_coverage_share is not None:
+        parts.append((9, "  ", _figure("anchors", figures.share(p.anchor_coverage_share), value)))
     warnings = sum(1 for event in state.history.events if event.level >= Level.WARNING)
     if warnings:
-        text.append(f"  ! {warnings} event{'s' * (warnings != 1)}", style=WARN)
-    return text
+        parts.append((1, "  ", line((f"! {warnings} event{'s' * (warnings != 1)}", WARN))))
+    return fitted(parts, width)
 
 
 def detail_line(state: RunState, width: int) -> Text | None:
@@ -213,29 +268,46 @@ def flow_line(state: RunState, width: int) -> Text:
     p = state.progress
     if p is None or not (p.queues or p.targets_wait_share is not None):
         return line(("pipeline: no figures yet", LABEL))
-    queues = {queue.name: queue for queue in p.queues}
     value = _value_style(state)
+    text = line()
+    for cells in (4, 1, 0):
+        text = _flow(state, p, value, cells)
+        if text.cell_len <= width:
+            break
+    return text
+
+
+def _flow(state: RunState, p: Progress, value: Style, cells: int) -> Text:
+    """The flow with bars of `cells` cells at its queues."""
+    queues = {queue.name: queue for queue in p.queues}
+    workers = Counter(thread.role for thread in p.threads)
     text = line(("reader", PLAIN))
 
     def queue(name: str) -> None:
-        text.append(" ▸ ", style=RULE_STYLE)
+        text.append(" ▸ ", style=LABEL)
         q = queues.get(name)
         if q is None or q.depth is None or not q.capacity:
-            text.append("[–]", style=LABEL)
-            return
-        cells = min(q.capacity, 8)
-        full = round(cells * min(1.0, q.depth / q.capacity))
-        text.append("▰" * full + "▱" * (cells - full), style=value)
-        if width >= ROOMY_COLUMNS:
-            text.append(f" {q.depth}/{q.capacity}", style=LABEL)
-        text.append(" ▸ ", style=RULE_STYLE)
+            text.append("–", style=LABEL)
+        else:
+            filled = min(1.0, q.depth / q.capacity)
+            if cells > 1:
+                full = round(cells * filled)
+                text.append("▰" * full + "▱" * (cells - full) + " ", style=value)
+            elif cells:
+                text.append("▁▂▃▄▅▆▇█"[min(7, round(7 * filled))] + " ", style=value)
+            text.append(f"{q.depth}/{q.capacity}", style=value)
+        text.append(" ▸ ", style=LABEL)
+
+    def side(role: str, waiting: float | None) -> None:
+        many = workers[role]
+        text.append(f"{many} {role}{'s' * (many != 1)}" if many else f"{role}s", style=PLAIN)
+        text.append(" wait ", style=LABEL)
+        text.append(figures.share(waiting), style=value)
 
     queue("batches")
-    text.append("targets ", style=PLAIN)
-    text.append(f"wait {figures.share(p.targets_wait_share)}", style=value)
+    side("target", p.targets_wait_share)
     queue("features")
-    text.append("drafters ", style=PLAIN)
-    text.append(f"wait {figures.share(p.drafters_wait_share)}", style=value)
+    side("drafter", p.drafters_wait_share)
     verdict = _bottleneck(p.targets_wait_share, p.drafters_wait_share)
     if verdict and not state.ended:
         text.append(f"  {verdict}", style=FAINT if is_stale(state) else GOOD)

@@ -109,4 +109,9 @@ CURVE_COLOURS = {
     "gradient_norm": PURPLE,
     "learning_rate": YELLOW,
     "step_s": ORANGE,
+    "queue_batches": SKY,
+    "queue_features": ORANGE,
 }
+
+ROLE_COLOURS = {"T": SKY, "D": ORANGE, "TD": GREEN}
+"""By the letters of a GPU's roles."""

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
-from textual.containers import Grid, Horizontal, Vertical
+from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
 
 from controller.run_state import RunState
-from controller.tui.arrangement import Arrangement, arrange
+from controller.tui.arrangement import Arrangement, arrange, gpus_per_row
 from controller.tui.bucket_panel import bucket_lines
 from controller.tui.crash_panel import crash_lines, has_crash
-from controller.tui.curves import PLOTS, CurvePlot
+from controller.tui.curves import Drawn, side_lines
+from controller.tui.curves_view import CurvesView
 from controller.tui.gpu_panel import gpu_lines, gpu_summary
 from controller.tui.lines import Lines, LineView, line, remote
 from controller.tui.log_tail import LogNews
@@ -71,6 +72,8 @@ class RunScreen(Screen[None]):
         self._zoomed = False
         self._crash_hidden = False
         self._arrangement: Arrangement | None = None
+        self._drawn = Drawn()
+        self._first_gpu_row = 0
         self._note = ""
         self._note_until = 0.0
 
@@ -85,15 +88,11 @@ class RunScreen(Screen[None]):
                 yield Lines(id="flow")
                 yield Lines(id="buckets")
                 yield LineView(id="middle-threads")
-            with Vertical(id="side"):
-                for plot in PLOTS[:3]:
-                    yield CurvePlot(plot)
+            yield Lines(id="side")
         yield TabBar(id="tabs")
         with ContentSwitcher(initial="log", id="body"):
             yield LogView(id="log")
-            with Grid(id="curves"):
-                for plot in PLOTS:
-                    yield CurvePlot(plot)
+            yield CurvesView(id="curves")
             yield LineView(id="threads")
             yield LineView(id="events")
         yield Input(placeholder="find in the log (regular expression)", id="find", compact=True)
@@ -114,6 +113,11 @@ class RunScreen(Screen[None]):
     def log_view(self) -> LogView:
         """The log."""
         return self.query_one("#log", LogView)
+
+    @property
+    def curves_view(self) -> CurvesView:
+        """The curves."""
+        return self.query_one("#curves", CurvesView)
 
     @property
     def tab(self) -> str:
@@ -141,10 +145,18 @@ class RunScreen(Screen[None]):
     def show_tab(self, name: str) -> None:
         """Show another tab."""
         self.query_one("#body", ContentSwitcher).current = name
-        if name != "curves":
-            self.query_one(f"#{name}").focus()
+        self.query_one(f"#{name}").focus()
         self.draw()
         self.call_after_refresh(self.draw)
+
+    def scroll_gpus(self, rows: int) -> None:
+        """Show GPUs further down or up, where not all have room."""
+        arrangement = self._arrangement
+        shown = arrangement.gpu_rows - 1 if arrangement else 0
+        columns = arrangement.panel_columns if arrangement else 1
+        deep = -(-len(self._state.gpus) // gpus_per_row(columns))
+        self._first_gpu_row = max(0, min(self._first_gpu_row + rows, deep - shown))
+        self.draw()
 
     def toggle_zoom(self) -> None:
         """Give the tab the room of the panels, or give it back."""
@@ -160,7 +172,7 @@ class RunScreen(Screen[None]):
         """What a copy takes: how the run died, or what the tab shows."""
         if self._crash_shown:
             return "\n".join(text.plain for text in self._view("crash").lines)
-        if self.tab in ("threads", "events"):
+        if self.tab in ("threads", "events", "curves"):
             return "\n".join(text.plain for text in self._view(self.tab).lines)
         return self.log_view.visible_text()
 
@@ -188,6 +200,7 @@ class RunScreen(Screen[None]):
             self.log_view.search("")
             self.log_view.focus()
 
+    @on(CurvesView.Changed)
     @on(LogView.FollowChanged)
     def _on_follow_changed(self) -> None:
         self.draw()
@@ -213,8 +226,7 @@ class RunScreen(Screen[None]):
         elif self.tab == "events":
             self._view("events").set_lines(event_lines(state, width))
         elif self.tab == "curves":
-            for plot in self.query("#curves CurvePlot").results(CurvePlot):
-                plot.show(state)
+            self.curves_view.show(state)
 
     def _draw_panels(self) -> None:
         state, arrangement = self._state, self._arrangement
@@ -225,17 +237,16 @@ class RunScreen(Screen[None]):
         if arrangement.gpu_rows == 1:
             self._lines("gpus", [gpu_summary(state, columns)])
         elif arrangement.gpu_rows:
-            self._lines("gpus", gpu_lines(state, columns)[: arrangement.gpu_rows])
+            self._lines("gpus", gpu_lines(state, columns, arrangement.gpu_rows, self._first_gpu_row))
         if arrangement.flow:
             self._lines("flow", [flow_line(state, columns)])
         if arrangement.bucket_rows:
-            self._lines("buckets", bucket_lines(state, columns)[: arrangement.bucket_rows])
+            self._lines("buckets", bucket_lines(state, columns, arrangement.bucket_rows))
         if arrangement.thread_rows:
             self._view("middle-threads").set_lines(thread_lines(state, columns - 1))
         if arrangement.curves_columns:
-            for plot in self.query("#side CurvePlot").results(CurvePlot):
-                if plot.display:
-                    plot.show(state)
+            self._lines("side", side_lines(state, self._drawn, arrangement.curves_columns,
+                                           arrangement.middle_rows, arrangement.side_plots))  # fmt: skip
 
     def _lines(self, name: str, lines: list[Text]) -> None:
         self.query_one(f"#{name}", Lines).set_lines(lines)
@@ -258,7 +269,7 @@ class RunScreen(Screen[None]):
             buckets=len(progress.buckets) if progress else 0,
             threads=len(progress.threads) if progress else 0,
             detail=not crash and detail_line(state, size.width) is not None,
-            zoomed=self._zoomed or (self.tab != "log" and size.height < SMALL_ROWS),
+            zoomed=self._zoomed or self.tab == "curves" or (self.tab != "log" and size.height < SMALL_ROWS),
             crash=len(crash_lines(state, size.width - 4)) if crash else 0,
         )
         if arrangement == self._arrangement:
@@ -276,8 +287,6 @@ class RunScreen(Screen[None]):
         self.query_one("#middle").styles.height = arrangement.middle_rows
         self.query_one("#side").styles.width = arrangement.curves_columns
         self.query_one("#panels").styles.width = arrangement.panel_columns
-        for number, plot in enumerate(self.query("#side CurvePlot")):
-            plot.display = number < arrangement.side_plots
         self.call_after_refresh(self.draw)
 
     def _status_line(self, width: int) -> Text:
@@ -293,6 +302,8 @@ class RunScreen(Screen[None]):
         log = self.log_view
         if self._note and time.monotonic() < self._note_until:
             right = line((self._note, WARN))
+        elif self.tab == "curves":
+            right = self.curves_view.status()
         elif self.tab != "log":
             right = line()
         elif log.following:

@@ -113,12 +113,12 @@ class Run:
             "wait": {"targets_share": 0.02, "drafters_share": 0.14},
             "queues": {"batches": {"depth": 4, "capacity": 4}, "features": {"depth": 1, "capacity": 4}},
             "buckets": buckets, "threads": threads, "devices": devices, "skipped": {"too_long": 14},
-            "checkpoint": {"step": 12_000, "t": t - 370},
+            "checkpoint": {"step": 12_000, "t": t - 370}, "best": {"step": 11_000, "tau": 3.24},
         }  # fmt: skip
 
     def _events(self) -> list[Record]:
         t = NOW + AHEAD
-        start = t - 10_800
+        start = t - 90 - 0.86 * self.step - 1.0
         records: list[Record] = [
             {"kind": "dataset", "t": start, "path": "/data/train.arrow", "samples": 1_095_082,
              "usable": 1_095_068, "tokens": 1_800_000_000, "skipped": {"too_long": 14}, "batches": 59_823,
@@ -152,12 +152,14 @@ class Run:
                 "tau_estimate": 1 + 2.45 * (1 - math.exp(-step / 3000)) + dice.gauss(0, 0.03),
                 "accuracy": [0.7, 0.6, 0.5], "gradient_norm": 0.8 + math.exp(-step / 400) * 6,
                 "learning_rate": 6e-4 * min(1, step / 2000), "tokens_per_s": rate, "step_s": 0.812,
-                "bucket": step % 6,
+                "bucket": step % 6, "queues": {"batches": 4 - step % 2, "features": 1 + step // 8 % 2},
+                "conditional_accuracy": [0.78 - 0.02 * k for k in range(15)],
             })  # fmt: skip
             if step > 2 and (step // 8) % 250 == 0:
                 tau = 1 + 2.25 * (1 - math.exp(-step / 3300))
                 records.append({"kind": "eval", "t": start + 90 + 0.86 * step, "step": step, "tau": tau,
-                                "prompts": 64, "seconds": 31.0, "mismatches": 0, "by_kind": {}})  # fmt: skip
+                                "prompts": 64, "seconds": 31.0, "mismatches": 0, "by_kind": {},
+                                "acceptance": [0.74 * 0.72**k for k in range(15)]})  # fmt: skip
         records.append({"kind": "checkpoint", "t": t - 370, "step": 12_000, "path": "step-12000",
                         "bytes": 14_680_064_000, "seconds": 9.4})  # fmt: skip
         return sorted(records, key=lambda record: float(record["t"]))

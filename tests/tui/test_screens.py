@@ -105,7 +105,7 @@ async def test_without_news_the_last_known_state_and_the_age_of_each_panel_are_s
     async with open_run("no_news") as pilot:
         shown = screen_text(pilot)
         assert "was running" in shown
-        assert shown.count("○ stale") == 2
+        assert shown.count("○ stale") == 3
         assert "nobody on this machine is connected" in shown
 
 
