@@ -35,6 +35,7 @@ _NONCE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MOST_CRASH_FILES = 200  # each stays open; more of them tell nobody more
 _GATHER_S = 0.005
 """From one look to the next at the least: many small writes become one frame."""
+_UNTOLD_LOOKS = 3
 _TELLING_S = 0.05
 """How much later than the bytes themselves the kernel may tell of them."""
 
@@ -119,6 +120,7 @@ class _Feed:
         self._next_beat = 0.0
         self._watch: Watch | None = None
         self._looked_at = 0.0
+        self._untold = 0
 
     def run(self) -> None:
         """Send frames for ever; the listener ends the process, a broken pipe raises BrokenPipeError."""
@@ -188,12 +190,11 @@ class _Feed:
         if self._folder.gone():
             raise FeedError("the run directory was removed")
         self._presence = self._who_lives()
-        self._send_small_files(rundir.REPLACED, look_closer=self._beat_is_due())
         files = self._growing_files()
         if told is not None:
-            self._check_watch(
-                {file.name for file in files if file.name in rundir.APPENDED and file.grown}, told
-            )
+            grown = {file.name for file in files if file.grown and file.name in rundir.APPENDED}
+            self._check_watch(grown, told)
+        self._send_small_files(rundir.REPLACED, look_closer=self._beat_is_due())
         again = self._send_growing_files(files)
         if self._watch is not None:
             try:
@@ -205,8 +206,8 @@ class _Feed:
         return again
 
     def _check_watch(self, grown: set[str], told: set[str]) -> None:
-        """Look often from now on if files have grown of which the kernel does not tell."""
-        if self._watch is None:
+        """Look often from now on if files have grown, time and again, of which the kernel does not tell."""
+        if self._watch is None or not grown:
             return
         until = time.monotonic() + _TELLING_S
         while grown - told and (left := until - time.monotonic()) > 0:
@@ -214,7 +215,9 @@ class _Feed:
             if more is None:
                 return
             told |= more
-        if grown - told:
+        # Once is no proof: on a busy machine a writer may be held up between its bytes and the word of them.
+        self._untold = self._untold + 1 if grown - told else 0
+        if self._untold == _UNTOLD_LOOKS:
             self._look_often()
 
     def _look_at(self, changed: set[str]) -> set[str]:
