@@ -1,4 +1,4 @@
-"""Prompts out of what is at hand: "Explain what this Python function does", over installed packages.
+"""Prompts out of what is at hand: what a Python function does and takes, over installed packages.
 
     python -m bench.code_prompts --out prompts.toml [--packages DIR] [--held-out click,jinja2,...]
 
@@ -23,6 +23,13 @@ HELD_OUT = ("click", "jinja2", "requests", "urllib3", "sortedcontainers", "tqdm"
 """Well-known packages of different kinds; eight prompts of each are 64."""
 LEAST_DOCSTRING = 30
 """Characters; a shorter one says too little to be asked about."""
+QUESTIONS = {
+    "explain": "Explain what this Python function does:",
+    "arguments": "Describe the arguments and the result of this Python function:",
+}
+"""What is asked about a function, by kind."""
+Functions = dict[str, list[str]]
+"""Signatures with docstrings, by package."""
 MOST_TEXT = 600
 """Characters of signature and docstring in a prompt: about 150 tokens."""
 
@@ -54,13 +61,22 @@ def _head(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     body = paragraph.replace("\n", "\n    ")
     text = f'{kind} {node.name}({ast.unparse(node.args)}){returns}:\n    """{body}"""'
-    return text if len(text) <= MOST_TEXT else None
+    return text if len(text) <= MOST_TEXT and _is_unicode(text) else None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written: source may name half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def collect(
     root: Path, held_out: Sequence[str], most: int, each: int, seed: int
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Prompts by package: at most `most` to train on, and `each` of every held-out package.
+) -> tuple[Functions, Functions]:
+    """Functions by package: at most `most` to train on, and `each` of every held-out package.
 
     Raises ValueError when a held-out package is not under `root` or has too few functions.
     """
@@ -77,28 +93,32 @@ def collect(
         own = [text for text in by_package.get(name, []) if text not in others]
         if len(own) < each:
             raise ValueError(f"{root}: {name} has {len(own)} documented functions of its own, not {each}")
-        asked[name] = [_prompt(text) for text in draw.sample(own, each)]
+        asked[name] = draw.sample(own, each)
     pool = [(name, text) for name, texts in by_package.items() if name not in held_out for text in texts]
     unique = list({text: (name, text) for name, text in pool}.values())
     draw.shuffle(unique)
-    training: dict[str, list[str]] = {}
+    training: Functions = {}
     for name, text in unique[:most]:
-        training.setdefault(name, []).append(_prompt(text))
+        training.setdefault(name, []).append(text)
     return training, asked
 
 
-def _prompt(text: str) -> str:
-    return f"Explain what this Python function does:\n\n{text}"
-
-
-def to_toml(training: dict[str, list[str]], asked: dict[str, list[str]]) -> str:
-    """The prompts file; JSON strings are TOML strings."""
-    lines = [f"held_out = {json.dumps(list(asked))}", "", "[prompts.explain]"]
-    for name, prompts in {**training, **asked}.items():
-        lines.append(f"{json.dumps(name)} = [")
-        lines += [f"  {json.dumps(prompt, ensure_ascii=True)}," for prompt in prompts]
-        lines.append("]")
+def to_toml(training: Functions, asked: Functions) -> str:
+    """The prompts file: every function is asked about in each way, a held-out one in one of them in turn."""
+    lines = [f"held_out = {json.dumps(list(asked))}"]
+    for number, (kind, question) in enumerate(QUESTIONS.items()):
+        lines += ["", f"[prompts.{kind}]"]
+        held = {name: texts[number :: len(QUESTIONS)] for name, texts in asked.items()}
+        for name, texts in {**training, **held}.items():
+            lines.append(f"{_string(name)} = [")
+            lines += [f"  {_string(question + chr(10) * 2 + text)}," for text in texts]
+            lines.append("]")
     return "\n".join(lines) + "\n"
+
+
+def _string(text: str) -> str:
+    """`text` as TOML: JSON's escapes, and DEL, which JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,8 +127,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--packages", type=Path, default=Path(sysconfig.get_path("purelib")))
     parser.add_argument("--held-out", default=",".join(HELD_OUT), help="packages, by commas")
-    parser.add_argument("--each", type=int, default=8, help="held-out prompts of a package (8)")
-    parser.add_argument("--most", type=int, default=40_000, help="most training prompts (40,000)")
+    parser.add_argument("--each", type=int, default=8, help="held-out functions of a package (8)")
+    parser.add_argument("--most", type=int, default=40_000, help="most functions to train on (40,000)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     try:
@@ -124,10 +144,13 @@ def main(argv: Sequence[str]) -> int:
         return 2
     arguments.out.write_text(to_toml(training, asked), encoding="utf-8")
     counts = {name: len(prompts) for name, prompts in training.items()}
-    print(f"{sum(counts.values())} prompts of {len(counts)} packages to train on; the largest:")
+    print(f"{sum(counts.values())} functions of {len(counts)} packages to train on; the largest:")
     for name, count in sorted(counts.items(), key=lambda item: -item[1])[:8]:
         print(f"{count:>8} {name}")
-    print(f"{sum(map(len, asked.values()))} held out, of {', '.join(asked)}")
+    print(
+        f"{sum(map(len, asked.values()))} held out, of {', '.join(asked)};"
+        f" {len(QUESTIONS)} kinds of questions"
+    )
     return 0
 
 

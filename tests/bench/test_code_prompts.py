@@ -49,10 +49,27 @@ def test_too_few_functions_of_a_held_out_package_are_refused_by_name(
     assert not (root / "x.toml").exists()
 
 
+def test_text_that_toml_or_utf8_cannot_take_as_it_is_makes_no_bad_file(tmp_path: Path) -> None:
+    texts = {
+        "quoted": 'Say \\"hello\\" to everybody there, twice.',
+        "half": "\\ud800 is half a pair, " + LONG,
+    }
+    texts["delete"] = "\\x7f and é and 漢 stand in this text. " + LONG
+    write_package(tmp_path / "p", "alpha", texts)
+    write_package(tmp_path / "p", "beta", {"f": LONG})
+    training, asked = collect(tmp_path / "p", ["alpha"], most=3, each=2, seed=0)
+    path = tmp_path / "prompts.toml"
+    path.write_text(to_toml(training, asked), encoding="utf-8")
+    held = [prompt.text for prompt in read_prompts(path) if prompt.held_out]
+    assert sorted("quoted" in text for text in held) == [False, True]
+    assert any("\x7f and é and 漢" in text for text in held)
+
+
 def test_the_file_is_one_that_prepare_reads(root: Path, tmp_path: Path) -> None:
     training, asked = collect(root, ["alpha"], most=3, each=2, seed=1)
     path = tmp_path / "prompts.toml"
     path.write_text(to_toml(training, asked))
     prompts = read_prompts(path)
-    assert sum(prompt.held_out for prompt in prompts) == 2
-    assert sum(not prompt.held_out for prompt in prompts) == 3
+    assert [prompt.kind for prompt in prompts if prompt.held_out] == ["explain", "arguments"]
+    assert len({prompt.text.split("\n", 2)[2] for prompt in prompts if prompt.held_out}) == 2
+    assert sum(not prompt.held_out for prompt in prompts) == 2 * 3
