@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def test_every_module_beside_the_trainer_needs_only_the_standard_library(module:
 
 def test_the_list_above_is_not_empty() -> None:
     assert {"supervisor", "feed", "gpu", "rundir", "job", "crash", "preflight"} <= set(SUPERVISING)
+
+
+def test_the_import_rules_name_every_module_of_the_supervising_half() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = {each["name"]: each for each in project["tool"]["importlinter"]["contracts"]}
+    named = contracts["The supervising half knows nothing of the trainer"]["source_modules"]
+    assert sorted(named) == [f"remote_payload.{name}" for name in SUPERVISING if name != "__main__"]
 
 
 def test_the_payload_works_as_a_folder_and_finds_itself_there(tmp_path: Path) -> None:
