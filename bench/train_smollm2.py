@@ -1,16 +1,19 @@
 """A real drafter on one GPU: answers of the target itself, training for minutes, tau on held-out packages.
 
     python -m bench.code_prompts --out prompts.toml
-    python -m bench.train_smollm2 --workspace W answer --prompts prompts.toml --seconds 180
+    python -m bench.train_smollm2 --workspace W answer --prompts prompts.toml --seconds 120
     python -m bench.train_smollm2 --workspace W train main --seconds 360
-    python -m bench.train_smollm2 --workspace W train uniform --seconds 150 --set anchor_choice=uniform
+    python -m bench.train_smollm2 --workspace W train uniform --seconds 150 --set 'anchor_choice="uniform"'
+    python -m bench.train_smollm2 --workspace W score
     python -m bench.train_smollm2 --workspace W table
 
 `answer` lets SmolLM2-135M-Instruct answer the prompts greedily. `train` launches
 `remote_payload/jobs/smollm2_code.toml` by `dflashctl launch`, place `local`, with as many steps as fit into
-the seconds: a short run without evaluation measures the pace of a step first. Seconds are of training steps
-alone, so that configurations compare; loading, compiling and the evaluation come on top. `table` prints what
-every run's own events say, as a table on stderr and JSON on stdout. bench/NOTES.md has results.
+the seconds: a short run without evaluation measures the pace of a step first, once for a workspace. Seconds
+are of training steps alone, so that configurations compare; loading, compiling and evaluating come on top.
+`score` decodes all held-out prompts with every named run's last checkpoint, in parallel processes that share
+the GPU: tau does not depend on that, speed does. `table` prints what every run's own records say, as a table
+on stderr and JSON on stdout. bench/NOTES.md has results.
 """
 
 import argparse
@@ -42,11 +45,14 @@ def answer(workspace: Path, prompts: Path, seconds: float, batch_size: int, devi
 
 
 def train(workspace: Path, name: str, seconds: float, changes: Sequence[str]) -> int:
-    """Measure the pace, train for `seconds` of steps, and print the run's row."""
-    pace_dir, code = _launch(workspace, [*changes, f"steps={PACE_STEPS}", 'held_out=""'])
-    if code:
-        return code
-    pace = _last(pace_dir, "step")["step_s"]
+    """Measure the pace if nobody has, train for `seconds` of steps, and print the run's row."""
+    pace_file = workspace / "pace.json"
+    if not pace_file.exists():
+        pace_dir, code = _launch(workspace, [*changes, f"steps={PACE_STEPS}", 'held_out=""'])
+        if code:
+            return code
+        pace_file.write_text(json.dumps(_last(pace_dir, "step")["step_s"]))
+    pace = json.loads(pace_file.read_text())
     steps = max(1, round(seconds / pace))
     print(f"{name}: {pace:.4f} s a step, so {steps} steps for {seconds:.0f} s", file=sys.stderr)
     run_dir, code = _launch(workspace, [*changes, f"steps={steps}"])
@@ -81,19 +87,48 @@ def _launch(workspace: Path, changes: Sequence[str]) -> tuple[Path, int]:
     return started.pop(), done.returncode
 
 
+def score(workspace: Path, names: Sequence[str], shards: int, tokens: int) -> int:
+    """Decode the held-out prompts with the last checkpoints, all at once; write every run's `score.json`."""
+    tool = [sys.executable, "-m", "remote_payload.tools.evaluate"]
+    runs = [path.parent for path in _named(workspace) if not names or path.read_text() in names]
+    processes = []
+    for run_dir in runs:
+        for shard in range(shards):
+            with (run_dir / f"score-{shard}.json").open("w") as out:
+                command = [*tool, str(run_dir), "--checkpoint", "last", "--json"]
+                command += ["--prompts", str(workspace / "data" / "held_out.arrow")]
+                command += ["--max-new-tokens", str(tokens), "--shard", f"{shard}/{shards}"]
+                processes.append(subprocess.Popen(command, stdout=out, cwd=ROOT))
+    failed = sum(process.wait() != 0 for process in processes)
+    for run_dir in runs:
+        records = [run_dir / f"score-{shard}.json" for shard in range(shards)]
+        merged = subprocess.run(
+            [*tool, "--json", "--merge", *map(str, records)], cwd=ROOT, stdout=subprocess.PIPE, check=False
+        )
+        if merged.returncode == 0:
+            (run_dir / "score.json").write_bytes(merged.stdout)
+    return 1 if failed else 0
+
+
 def row(run_dir: Path) -> dict[str, Any]:
     """What a finished run's own records say of it."""
-    step, evaluation = _last(run_dir, "step"), _last(run_dir, "eval")
+    step, scored = _last(run_dir, "step"), run_dir / "score.json"
+    evaluation = json.loads(scored.read_text()) if scored.exists() else _last(run_dir, "eval")
     progress = json.loads((run_dir / "progress.json").read_text())
     ended = json.loads((run_dir / "exit.json").read_text())
-    kept = ("tau", "tau_macro", "acceptance", "conditional_acceptance", "text_equal", "prompts")
+    kept = [
+        *("tau", "tau_macro", "acceptance", "conditional_acceptance", "by_kind", "prompts", "rounds"),
+        *("text_equal", "diverged_allowed", "tokens_per_s", "plain_tokens_per_s", "speedup"),
+    ]
     return {
         "name": (run_dir / "bench_name").read_text() if (run_dir / "bench_name").exists() else run_dir.name,
         "steps": step["step"],
         "epochs": step["epoch"],
         "loss": step["loss"],
         "tau_estimate": step["tau_estimate"],
-        **{key: evaluation[key] for key in kept if key in evaluation},
+        "evaluation": {key: evaluation[key] for key in kept if key in evaluation},
+        "tau": evaluation.get("tau"),
+        "tau_macro": evaluation.get("tau_macro"),
         "tokens_per_s": ended["tokens_per_s"],
         "step_s": step["step_s"],
         "execution": ended["execution"],
@@ -124,14 +159,18 @@ def _most_memory(run_dir: Path) -> float | None:
 
 def table(workspace: Path) -> int:
     """Every named run of the workspace: a table on stderr, one JSON object a line on stdout."""
-    named = sorted((workspace / "runs").glob("*/bench_name"), key=lambda path: path.stat().st_mtime)
-    rows = [row(path.parent) for path in named]
+    rows = [row(path.parent) for path in _named(workspace)]
     shown = ("name", "steps", "epochs", "loss", "tau", "tau_macro", "tokens_per_s", "step_s", "gpu_used_gib")
     print("  ".join(f"{key:>12}" for key in shown), file=sys.stderr)
     for each in rows:
         print(json.dumps(each))
         print("  ".join(f"{_cell(each.get(key)):>12}" for key in shown), file=sys.stderr)
     return 0
+
+
+def _named(workspace: Path) -> list[Path]:
+    """Files with the names of the runs that `train` made, oldest first."""
+    return sorted((workspace / "runs").glob("*/bench_name"), key=lambda path: path.stat().st_mtime)
 
 
 def _cell(value: Any) -> str:
@@ -146,12 +185,16 @@ def main(argv: Sequence[str]) -> int:
     answering = stages.add_parser("answer")
     answering.add_argument("--prompts", type=Path, required=True)
     answering.add_argument("--seconds", type=float, default=180.0)
-    answering.add_argument("--batch-size", type=int, default=1024)
+    answering.add_argument("--batch-size", type=int, default=4096)
     answering.add_argument("--device", default="cuda:0")
     training = stages.add_parser("train")
     training.add_argument("name")
     training.add_argument("--seconds", type=float, required=True)
     training.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
+    scoring = stages.add_parser("score")
+    scoring.add_argument("names", nargs="*", help="of runs; all named ones if not given")
+    scoring.add_argument("--shards", type=int, default=8, help="processes for one run (8)")
+    scoring.add_argument("--max-new-tokens", type=int, default=128)
     stages.add_parser("table")
     given = parser.parse_args(argv)
     workspace = given.workspace.resolve()
@@ -160,6 +203,8 @@ def main(argv: Sequence[str]) -> int:
         return answer(workspace, given.prompts, given.seconds, given.batch_size, given.device)
     if given.stage == "train":
         return train(workspace, given.name, given.seconds, given.changes)
+    if given.stage == "score":
+        return score(workspace, given.names, given.shards, given.max_new_tokens)
     return table(workspace)
 
 
