@@ -91,7 +91,7 @@ def export(
         raise JobError(f"{run_dir}: is no run directory: it has no {rundir.JOB}")
     source = chosen_checkpoint(run_dir, which, log)
     step = int(source.name.removeprefix("step-"))
-    name = name or source.name
+    name = source.name if name is None else name
     if not _NAME.fullmatch(name):
         raise JobError(f"--name {name!r}: expected letters, digits and ._+@=-, no dot in front")
     final = run_dir / EXPORTS / name
@@ -152,7 +152,7 @@ def _read(
         raise JobError(
             f"{source}: cannot be read ({error}); a run that trains may have let go of it: try again"
         ) from error
-    return config, stored, {name: value.to(dtype).contiguous() for name, value in stored.items()}, record
+    return config, stored, {name: value.to(dtype, copy=True) for name, value in stored.items()}, record
 
 
 def _masters(source: Path, config: DrafterConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,8 @@ CONTEXTS = (1, 17, 64, 200)
 MOST_ROUNDED = {torch.bfloat16: 0.05, torch.float16: 0.01}
 """Share of the logits' size by which rounding the weights may move them.
 
-MEASURED
+Measured: 0.1 to 1 % in bfloat16 and a tenth of that in float16, for random drafters and trained ones, of 1 to
+5 layers and widths of 24 to 576. One wrong matrix moved them by 6 to 140 %.
 """
 
 _ROWS = 4096
@@ -123,7 +124,9 @@ def _logits(
     """Logits [blocks * B, rows] of a drafter of `tensors`, of random features, blocks and head."""
     with torch.device("meta"):
         drafter = Drafter(config)
-    drafter.load_state_dict({name: value.to(device, dtype) for name, value in tensors.items()}, assign=True)
+    # Copies, since kernels add up in another order where memory is aligned otherwise, as in a mapped file.
+    own = {name: value.to(device, dtype, copy=True) for name, value in tensors.items()}
+    drafter.load_state_dict(own, assign=True)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
