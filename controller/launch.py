@@ -73,7 +73,7 @@ def launch(
     located(job, "", files)  # a name that is not included is said before anything is sent
     with (
         open_place(host, accept_new_host_key=accept_new_host_key) as place,
-        converse(place, payload, progress=progress) as session,
+        converse(place, payload, examination(host, job), progress=progress) as session,
     ):
         use = prepare(session, job, say=say, force=force)
         known = None if force or not wants_gpus(use, job, host.env) else living(use)
@@ -82,8 +82,13 @@ def launch(
         return _start(session, job, job_name, known, files)
 
 
+def examination(host: Host, job: Job) -> list[str]:
+    """The payload's command that examines a place for `job`."""
+    return ["preflight", host.workspace, json.dumps(doctor.question(job, host))]
+
+
 def prepare(session: Session, job: Job, *, say: Say, force: bool, own: str = "") -> Record:
-    """Examine the place where the payload has arrived, and see that the job's GPUs are free.
+    """Judge the place by the `examination` that the session began with, and see that its GPUs are free.
 
     `own`: a run that does not count, since it is to go on. Returns what the place said of its GPUs
     (`gpu-use`).
@@ -95,8 +100,7 @@ def prepare(session: Session, job: Job, *, say: Say, force: bool, own: str = "")
     size = f"{len(payload.files)} files, {len(payload.tar) / 1024:.0f} KiB"
     how = f"sent ({size})" if session.sent else "is there already"
     say(f"{host.name}: payload {payload.digest[:12]} {how}")
-    question = json.dumps(doctor.question(job, host))
-    done = session.ask(["preflight", place.workspace, question])
+    done = session.answer()
     answer = rundir.decode(done.stdout)
     if answer is None:
         lines = done.stderr.decode(errors="replace").strip().splitlines()

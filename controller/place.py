@@ -173,6 +173,10 @@ class Place(ABC):
         sender.join(1.0)
         return Completed(status, b"".join(output), process.stderr)
 
+    def connect_soon(self) -> None:
+        """Begin to connect, while whoever will start a command still prepares it. Never raises."""
+        return  # nothing to be connected
+
     def signal(self, command: Command, name: str) -> bool:
         """Send the signal `name` (INT, TERM, KILL; 0: none) to all that `command` has started and that lives.
 

@@ -63,6 +63,10 @@ class Ssh(Place):
                 f"Try: {self.description.command_line('true')}",
             ) from error
 
+    def connect_soon(self) -> None:
+        """See `Place`."""
+        self._connection.connect_soon()
+
     def close(self) -> None:
         """Let go of the SSH connection, which ends unless another place of this process has it too."""
         connection, self._held = self._held, None

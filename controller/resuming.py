@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import LaunchError, LocalStateError, UsageError
-from controller.launch import Progress, Say, of_this_attempt, payload_dir_of, prepare
+from controller.launch import Progress, Say, examination, of_this_attempt, payload_dir_of, prepare
 from controller.mirror_files import MirrorFiles
 from controller.place import open_place
 from controller.run_place import RunPlace, answer_of, by
@@ -63,7 +63,8 @@ def resume(
     values = dict(_change(text) for text in changes)
     job = changed_job(directory / rundir.JOB, values, say)
     payload = pack()
-    with open_place(run_place.host) as place, converse(place, payload, progress=progress) as session:
+    asked = examination(run_place.host, job)
+    with open_place(run_place.host) as place, converse(place, payload, asked, progress=progress) as session:
         prepare(session, job, say=say, force=force, own=run_place.run_id)
         order = {"run": of_this_attempt(place, payload), "changes": values, "by": by()}
         payload_dir = payload_dir_of(place, payload)

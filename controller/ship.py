@@ -184,8 +184,11 @@ class Session:
         """Run one command of the payload. Raises ConnectionLostError, also when it takes too long."""
         payload = f"{self.place.workspace}/payloads/{self.payload.digest}/remote_payload"
         detail(self.place.description.command_line(self.place.python, payload, *command))
-        order = {"argv": list(command), "stdin": stdin.decode()}
-        self._arrived.process.send(json.dumps(order).encode() + b"\n")
+        self._arrived.process.send(_order(command, stdin).encode() + b"\n")
+        return self.answer(timeout)
+
+    def answer(self, timeout: float = ANSWER_S) -> Completed:
+        """The answer to the command that the session began with. Raises ConnectionLostError."""
         answer = self._arrived.record(timeout)
         if answer is None:
             said = self._arrived.process.stderr.decode(errors="replace").strip().splitlines()
@@ -202,10 +205,23 @@ class Session:
 
 
 def converse(
-    place: Place, payload: Payload, *, progress: Callable[[int, int], None] | None = None
+    place: Place,
+    payload: Payload,
+    first: Sequence[str] = (),
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Session:
-    """Bring `payload` into `place` if it is not there, and talk to it. Raises what `start` raises."""
-    return Session(place, payload, start(place, payload, ["session"], progress=progress))
+    """Bring `payload` into `place` if it is not there, and talk to it. Raises what `start` raises.
+
+    `first`: a command that it begins with, which saves a round trip; `answer` has what came of it. It travels
+    among arguments, so nothing secret may be in it.
+    """
+    words = [_order(first, b"")] if first else []
+    return Session(place, payload, start(place, payload, ["session", *words], progress=progress))
+
+
+def _order(command: Sequence[str], stdin: bytes) -> str:
+    return json.dumps({"argv": list(command), "stdin": stdin.decode()})
 
 
 def _send(process: Process, tar: bytes, progress: Callable[[int, int], None] | None) -> None:

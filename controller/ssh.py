@@ -14,7 +14,12 @@ from typing import Final
 
 import paramiko
 
-from controller.errors import ConnectionLostError, UnreachableError
+from controller.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    DflashctlError,
+    UnreachableError,
+)
 from controller.ssh_config import SshSettings, look_up
 from controller.ssh_hop import Hop, connect, jump_host
 from controller.ssh_process import SshProcess
@@ -38,11 +43,28 @@ class SshConnection:
         self._accept_new = accept_new
         self._lock = threading.Lock()
         self._path: list[Hop] = []
+        self._failed: DflashctlError | None = None
         self.users = 0
+
+    def connect_soon(self) -> None:
+        """Begin to connect in a thread of its own; what fails there, the next `start` raises."""
+        threading.Thread(target=self._connect_early, name="connecting early", daemon=True).start()
+
+    def _connect_early(self) -> None:
+        with self._lock:
+            try:
+                self._connected()
+            except AuthenticationError:
+                pass  # in the main thread a passphrase may be asked for
+            except DflashctlError as error:
+                self._failed = error
 
     def start(self, command: str) -> SshProcess:
         """Run `command` in the login shell of the other side. Raises the leaf that fits."""
         with self._lock:
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                raise failed
             hop = self._connected()
         timeout = self._timeout or hop.settings.connect_timeout or DEFAULT_TIMEOUT_S
         try:

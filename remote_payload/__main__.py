@@ -57,10 +57,10 @@ def _reach(addresses: str, port: str) -> int:
     return 0
 
 
-def _session() -> int:
+def _session(first: str = "") -> int:
     from remote_payload.session import serve
 
-    return serve(main)
+    return serve(main, first)
 
 
 def _prune(workspace: str) -> int:
@@ -212,7 +212,7 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "gpus": (_gpus, "WORKSPACE [SECONDS]"),
     "listen": (_listen, "PORT"),
     "reach": (_reach, "ADDRESSES PORT"),
-    "session": (_session, ""),
+    "session": (_session, "[ORDER]"),
     "setup": (_setup, ""),
     "prune": (_prune, "WORKSPACE"),
     "include": (_include, "WORKSPACE"),

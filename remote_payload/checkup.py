@@ -6,16 +6,13 @@ seen from outside, by a process of its own with a limit. Standard library only.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
 import shutil
-import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from remote_payload import memory_events
-from remote_payload.job import PAYLOAD_PREFIX
 
 PORTS: Final = (29400, 29500)
 """torchrun's rendezvous, and torch.distributed's own."""
@@ -157,7 +153,11 @@ def _library_driver() -> str | None:
 
 def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """`there` (true, false, or null: it would be fetched), and `seen` in words, for a path of a job."""
+    from remote_payload.job import PAYLOAD_PREFIX
+
     if name.startswith("package:"):
+        import importlib.metadata
+
         try:
             version = importlib.metadata.version(name.removeprefix("package:"))
         except importlib.metadata.PackageNotFoundError:
@@ -184,6 +184,8 @@ def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
 
 def _write_speed(workspace: Path) -> float | None:
     """MiB/s of writing to the workspace, synced; null where it cannot be written. At most 1 GiB or 2 s."""
+    import tempfile
+
     folder = next(path for path in (workspace, *workspace.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     chunk = os.urandom(1 << 20) * (_CHUNK >> 20)
@@ -202,6 +204,8 @@ def _write_speed(workspace: Path) -> float | None:
 
 
 def _free_port(port: int) -> bool:
+    import socket
+
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -6,13 +6,14 @@ reasons that a trainer should report itself. Standard library only.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def preflight(
 
 
 def _version(name: str) -> str | None:
+    """Of an installed package, by the name of its folder: reading its metadata would import email first."""
+    for entry in sys.path:
+        with suppress(OSError):
+            for found in os.listdir(entry or "."):  # noqa: PTH208 - names are all that is needed
+                if match := re.fullmatch(rf"{name}-([^-]+)\.(?:dist-info|egg-info)", found, re.IGNORECASE):
+                    return match[1]
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ line of stdout its answer; what a command reads and prints is inside. Standard l
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 import traceback
@@ -17,13 +18,13 @@ from remote_payload import rundir
 Main = Callable[[Sequence[str]], int]
 
 
-def serve(main: Main) -> int:
-    """Carry out `{"argv", "stdin"}` after `{"argv", "stdin"}` until stdin ends.
+def serve(main: Main, first: str = "") -> int:
+    """Carry out `{"argv", "stdin"}` after `{"argv", "stdin"}` until stdin ends; `first` came before them.
 
     Answers `{"status", "stdout", "stderr"}`; texts are UTF-8.
     """
     orders, answers = sys.stdin.buffer, sys.stdout.buffer
-    for line in iter(orders.readline, b""):
+    for line in itertools.chain([first.encode()] if first else [], iter(orders.readline, b"")):
         order = rundir.decode(line) or {}
         answer = _carry_out(main, order["argv"], str(order["stdin"]).encode())
         answers.write(json.dumps(answer).encode() + b"\n")

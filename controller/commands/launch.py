@@ -94,18 +94,22 @@ def launch(
     if dry_run:
         _print_dry_run(chosen, name, checked.to_toml())
         return 0
-    from controller.launch import launch as launch_run
+    from controller.place import open_place
 
-    run = launch_run(
-        chosen,
-        checked,
-        name,
-        say=say,
-        progress=show_upload,
-        accept_new_host_key=accept_new_host_key,
-        force=force,
-        include=include or (),
-    )
+    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+        place.connect_soon()  # while the rest is imported and packed; the launch uses the same connection
+        from controller.launch import launch as launch_run
+
+        run = launch_run(
+            chosen,
+            checked,
+            name,
+            say=say,
+            progress=show_upload,
+            accept_new_host_key=accept_new_host_key,
+            force=force,
+            include=include or (),
+        )
     print(json.dumps(launch_record(run, chosen)) if as_json else run.run_id, flush=True)
     if not follow:
         say(f"follow it: dflashctl tui {run.run_id}   or: dflashctl logs --follow {run.run_id}")

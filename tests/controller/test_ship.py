@@ -200,8 +200,10 @@ def test_a_session_answers_one_command_after_the_other_in_one_process(place: Pla
         assert usage.status == 64 and b"unknown command" in usage.stderr
         crashed = session.ask(["gpus", place.workspace, "soon"])
         assert crashed.status == 1 and b"ValueError" in crashed.stderr
-    with converse(place, pack()) as session:
+    with converse(place, pack(), ["runs", place.workspace]) as session:
         assert not session.sent
+        assert session.answer().status == 0
+        assert session.ask(["runs", place.workspace]).status == 0
 
 
 def test_a_session_that_ends_is_a_lost_connection(place: Place, package: Path) -> None:
