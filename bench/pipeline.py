@@ -28,8 +28,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.shapes import SHAPES, Shape
-from bench.step import config_of, random_rows
+from bench.step import config_of
 from remote_payload.job import Job
+from remote_payload.tools.synthetic import random_rows
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.devices import on_device, turn
@@ -116,7 +117,7 @@ def random_batches(shape: Shape, row_shape: RowShape, rows: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     length = shape.context // rows
     made = []
-    for number, row in enumerate(random_rows(shape, row_shape, 8)):
+    for number, row in enumerate(random_rows(row_shape, shape.vocabulary, 8)):
         ids = torch.randint(0, shape.vocabulary - 1, (rows, length), generator=generator)
         made.append(
             Batch(

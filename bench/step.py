@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -28,41 +27,24 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from bench import reference
 from bench.alone import alone
 from bench.shapes import SHAPES, Shape
 from remote_payload.job import Job
+from remote_payload.tools.synthetic import random_ends, random_rows
 from remote_payload.train import drafter, execution, objective
-from remote_payload.train.batch import Batch, Row, RowShape, empty_row
+from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.devices import on_device
 from remote_payload.train.drafter import DrafterConfig, choose_taps
 from remote_payload.train.features import Features
 from remote_payload.train.flops import step_flops
 from remote_payload.train.metrics import Statistics
-from remote_payload.train.output_head import OutputHead
 from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import RunControl
 from remote_payload.train.sync import Contribution, Reduction
-from remote_payload.train.target import Target
 
 RUNGS = (execution.GRAPH, execution.COMPILED, execution.EAGER)
-
-
-@dataclasses.dataclass(slots=True)
-class FrozenEnds:
-    """What a replica borrows of a target, at random: its embedding and its head."""
-
-    embedding: nn.Embedding
-    output: OutputHead
-    device: torch.device
-
-    @classmethod
-    def random(cls, shape: Shape, device: torch.device, dtype: torch.dtype) -> FrozenEnds:
-        made = [torch.randn(shape.vocabulary, shape.width, device=device, dtype=dtype) * 0.02 for _ in "eh"]
-        embedding = nn.Embedding.from_pretrained(made[0])
-        return cls(embedding, OutputHead(made[1], None, 1.0, None), device)
 
 
 def config_of(shape: Shape) -> DrafterConfig:
@@ -83,30 +65,6 @@ def config_of(shape: Shape) -> DrafterConfig:
         mask_token_id=shape.vocabulary - 1,
         max_positions=40960,
     )
-
-
-def random_rows(shape: Shape, row_shape: RowShape, count: int) -> list[Row]:
-    """Rows of one document with anchors anywhere and every label counted."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    later = torch.arange(1, shape.block_size)
-    for _ in range(count):
-        ids = torch.randint(0, shape.vocabulary - 1, (shape.context,), generator=generator)
-        drawn = (
-            torch.randperm(shape.context - shape.block_size, generator=generator)[: shape.anchors]
-            .sort()
-            .values
-        )
-        row = empty_row(row_shape)
-        row.positions.copy_(torch.arange(shape.context))
-        row.starts.zero_()
-        row.anchors.copy_(drawn)
-        row.block_tokens[:, 0] = ids[drawn]
-        row.block_positions += drawn[:, None]
-        row.labels.copy_(ids[drawn[:, None] + later])
-        row.weights += torch.from_numpy(row_shape.block_weights)
-        rows.append(row)
-    return rows
 
 
 def matmul_ceiling(device: torch.device) -> float:
@@ -164,13 +122,13 @@ def _measure(
         gamma=7.0,
     )
     dtype = torch.bfloat16 if cuda else torch.float32
-    target = cast(Target, FrozenEnds.random(shape, device, dtype))
+    target = random_ends(config, device, dtype)
     replica = Replica(0, device, job, config, row_shape, Statistics(shape.block_size, 1), target)
     warm = replica.warm_up(rung)
     if warm.execution != rung:
         raise RuntimeError(f"{rung} stepped down to {warm.execution}: {warm.reason}")
     reduction = Reduction(1, RunControl())
-    rows = random_rows(shape, row_shape, 8)
+    rows = random_rows(row_shape, shape.vocabulary, 8)
     packed = torch.randn(shape.context, replica.features.shape[1], device=device, dtype=dtype)
     weight = float(rows[0].weights.sum())
 

@@ -115,6 +115,7 @@ app.command("exec", context_settings=places.REST)(places.exec_)
 app.command(context_settings=places.REST)(places.python)
 app.command()(places.gpus)
 app.command()(places.doctor)
+app.command()(places.probe)
 app.command()(places.setup)
 app.command()(places.prune)
 

@@ -170,6 +170,19 @@ def _evaluate(workspace: str) -> int:
     return serve_tool("evaluate", Path(workspace))
 
 
+def _probe(device: str = "auto") -> int:
+    from remote_payload.tools.probe import main as probe
+
+    return probe(device)
+
+
+def _probe_mode(mode: str, device: str) -> int:
+    from remote_payload.tools.probe import try_mode
+
+    _answer(try_mode(mode, device))
+    return 0
+
+
 def _log_status(path: str) -> int:
     from remote_payload.log_file import log_status
 
@@ -223,6 +236,8 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "feed-log": (_feed_log, "FILE NONCE"),
     "export": (_export, "WORKSPACE"),
     "evaluate": (_evaluate, "WORKSPACE"),
+    "probe": (_probe, "[DEVICE]"),
+    "probe-mode": (_probe_mode, "MODE DEVICE"),
     "log-status": (_log_status, "FILE"),
     "send": (_send, "RUN_DIR"),
     "control": (_control, "RUN_DIR REQUEST"),

@@ -132,6 +132,59 @@ def gpus(
     return 0
 
 
+def probe(
+    host: HostOption = None,
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", help="auto (the first GPU, else the CPU), cpu, cuda:N."),
+    ] = "auto",
+    as_json: JsonOption = False,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
+    """Try every way of running a training step in a place, and say which work there and how fast.
+
+    CUDA graphs by hand, compiled, eager, inductor's own graphs with trees and without, in worker threads and
+    in the main one: each in a process of its own in the place's venv, with a small draft model. Minutes on a
+    GPU. With --json one object a mode.
+
+    \b
+    dflashctl probe --host gpubox
+    dflashctl probe --host gpubox --device cuda:1 --json | jq 'select(.works)'
+    """
+    from controller.place import open_place
+    from controller.probe_table import HEADER, line
+    from controller.ship import pack, start
+
+    chosen = chosen_host(host, kind, container, user, port)
+    worked = False
+    refusal: str | None = None
+    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+        arrived = start(place, pack(), ["probe", device])
+        try:
+            if not as_json:
+                print(HEADER, flush=True)
+            while (record := arrived.record(300.0)) is not None:
+                if record.get("ok") is False:
+                    refusal = str(record.get("error"))
+                    break
+                worked |= bool(record.get("works"))
+                print(json.dumps(record) if as_json else line(record), flush=True)
+        finally:
+            arrived.process.close()
+    if refusal:
+        raise UsageError(refusal)
+    if not worked:
+        raise PayloadEnvironmentError(
+            f"{chosen.name}: no way of running a step works there",
+            "The table says why of each; `dflashctl doctor` looks at the venv.",
+        )
+    return 0
+
+
 def doctor(
     host: HostOption = None,
     job: Annotated[

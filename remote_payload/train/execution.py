@@ -109,16 +109,17 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def build(function: Function, execution: str, name: str) -> Function:
+def build(function: Function, execution: str, name: str, *, trees: bool = True) -> Function:
     """`function` as `execution` runs it; `name` tells replicas apart in compiler messages.
 
-    A graph is captured from the compiled function, so `graph` builds the same as `compiled`.
+    A graph is captured from the compiled function, so `graph` builds the same as `compiled`. `trees` is for
+    `reduce-overhead`: whether inductor keeps its graphs in trees, or each for itself as it did before.
     """
     if execution == EAGER:
         return function
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
     if execution == REDUCE_OVERHEAD:
-        options["options"] = mode_options(REDUCE_OVERHEAD)
+        options["options"] = {**mode_options(REDUCE_OVERHEAD), "triton.cudagraph_trees": trees}
     return cast(Function, torch.compile(_clone(function, name), **options))
 
 

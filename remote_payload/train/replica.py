@@ -192,7 +192,7 @@ class Replica:
         if result.execution == execution.GRAPH:
             self._try_graph(result)
         if result.execution == execution.EAGER:
-            self._use(execution.EAGER)
+            self.use(execution.EAGER)
         if result.execution != execution.EAGER and cuda and not self._tiled:
             result.reason += (
                 f"; dense mask, since token_budget or anchors * block_size is no multiple of {TILE},"
@@ -205,7 +205,7 @@ class Replica:
     def _try_compiled(self, wanted: str, result: WarmUp) -> None:
         """The rung `compiled`, or the first half of `graph`."""
         try:
-            self._use(result.execution)
+            self.use(result.execution)
             compiled_s = self._time_step()
             self.optimizer.rehearse()
         except Exception as error:  # whatever inductor or its compiler raises, eager still trains
@@ -241,7 +241,7 @@ class Replica:
     def step_down(self, reason: str) -> StepDown:
         """Go on eagerly, in the middle of a run."""
         old = self.rung
-        self._use(execution.EAGER)
+        self.use(execution.EAGER)
         return StepDown(old, self.rung, reason)
 
     def load(self, features: Features | None, row: Row) -> None:
@@ -297,12 +297,13 @@ class Replica:
 
     def _forward_backward(self, used: int | None = None) -> None:
         """What the row graph holds: the row's gradients by the weights' leaves, and its statistics."""
-        scores = self._forward(used)
+        scores = self.forward(used)
         self._gradients = torch.autograd.grad(scores.loss, self.weights.leaves)
         with torch.no_grad():
             self._layout.add(self.statistics, scores, self.row.weights, self.bucket)
 
-    def _forward(self, used: int | None) -> BlockScores:
+    def forward(self, used: int | None = None) -> BlockScores:
+        """Scores of the loaded row; `used` as in `block_loss`."""
         mine, shape = self.row, self.shape
         x = self._embedding(mine.block_tokens.flatten()).to(self.dtype)
         hidden = self._run(
@@ -333,7 +334,7 @@ class Replica:
             return fold_mask(tiles, self._heads, self._kv_heads, self._folded_sees)
         return dense_mask(row.starts, row.anchors, shape.token_budget, shape.block_size)
 
-    def _use(self, choice: str) -> None:
+    def use(self, choice: str, *, trees: bool = True) -> None:
         """Build the callables of a rung. FlexAttention is for compiled runs on a GPU: eager it is unsafe."""
         shape, name = self.shape, f"replica{self.number}"
         self.rung = execution.COMPILED if choice == execution.GRAPH else choice
@@ -342,10 +343,10 @@ class Replica:
         self._row_graph = self._step_graph = None
         self._captured = ()
         self._tiled = compiled and cuda and tiles_fit(shape.token_budget, shape.anchors, shape.block_size)
-        self._run = execution.build(run_drafter, choice, name)
-        self._chunk = execution.build(chunk_scores, choice, name)
+        self._run = execution.build(run_drafter, choice, name, trees=trees)
+        self._chunk = execution.build(chunk_scores, choice, name, trees=trees)
         if compiled and cuda:
-            self.optimizer.use(execution.build(adamw, choice, name))
+            self.optimizer.use(execution.build(adamw, execution.COMPILED, name))
         elif not self.weights.direct:
             self.optimizer.use(None)
         else:

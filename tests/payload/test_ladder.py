@@ -56,7 +56,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraph]:
 def test_a_graph_replica_replays_all_rows_and_steps(tmp_path: Path, graphs: type[RecordedGraph]) -> None:
     given = rows(tmp_path, 4)
     plain, replica = (make_replica(tmp_path, CPU, "float32") for _ in range(2))
-    plain._use(EAGER)
+    plain.use(EAGER)
     result = replica.warm_up("graph")
     assert (result.execution, result.steps_down) == (GRAPH, [])
     assert set(result.step_s) == {EAGER, COMPILED, GRAPH} and result.seconds > 0
@@ -104,7 +104,7 @@ def test_a_failed_capture_falls_back_to_compiled_with_the_reason(
     assert (down.old, down.new) == (GRAPH, COMPILED) and down.reason == result.reason
     given = rows(tmp_path, 2)
     plain = make_replica(tmp_path, CPU, "float32")
-    plain._use(EAGER)
+    plain.use(EAGER)
     assert run_rows(replica, given)[1][1].equal(run_rows(plain, given)[1][1])
 
 
@@ -166,7 +166,7 @@ def test_where_a_step_is_one_row_the_optimizer_reads_gradients_where_autograd_le
 ) -> None:
     """As on a GPU with one replica and one row: no second copy of the gradient, and the same step."""
     plain = make_replica(tmp_path, CPU, "float32")
-    plain._use(EAGER)
+    plain.use(EAGER)
     flat = replica_module.FlatWeights
 
     def direct(*arguments: Any, **options: Any) -> Any:
