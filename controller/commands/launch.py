@@ -24,6 +24,8 @@ from controller.commands.options import (
 from controller.commands.watch import follow_to_stdout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from controller.inventory import Host
     from controller.launch import LaunchedRun
 
@@ -92,7 +94,7 @@ def launch(
     chosen = chosen_host(host, kind, container, user, port)
     name, checked = jobs.load(job, with_restart(changes, restart))
     if dry_run:
-        _print_dry_run(chosen, name, checked.to_toml())
+        _print_dry_run(chosen, name, checked.to_toml(), include or ())
         return 0
     from controller.place import open_place
 
@@ -134,7 +136,8 @@ def launch_record(run: LaunchedRun, host: Host) -> dict[str, str]:
     }
 
 
-def _print_dry_run(host: Host, name: str, job: str) -> None:
+def _print_dry_run(host: Host, name: str, job: str, include: Sequence[Path]) -> None:
+    from controller.includes import collect
     from controller.ship import pack
 
     payload = pack()
@@ -143,6 +146,8 @@ def _print_dry_run(host: Host, name: str, job: str) -> None:
     say(f"payload {payload.digest} ({len(payload.tar)} bytes) to {directory}:")
     for file, size in payload.files:
         say(f"  {size:>8} {file}")
+    for included in collect(include):
+        say(f"  {included.size:>8} include/{included.name} (in the run directory)")
     run_dir = f"{host.workspace}/runs/{name}-..."
     say(f"then: {host.command_line(host.python, f'{directory}/remote_payload', 'preflight', host.workspace)}")
     say(f"then a run directory {run_dir} with the job below, and its trainer:")

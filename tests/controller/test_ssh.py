@@ -336,3 +336,26 @@ def test_the_cipher_that_is_done_in_one_pass_is_asked_for_first_and_the_others_s
         end.close()
     assert after[0] == "aes128-gcm@openssh.com"
     assert sorted(after) == sorted(before)
+
+
+def test_what_fails_while_connecting_early_is_raised_once_and_tried_anew_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    tries: list[str] = []
+    original = ssh.connect
+
+    def counted(settings: SshSettings, *rest: object) -> object:
+        tries.append(settings.peer)
+        return original(settings, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ssh, "connect", counted)
+    connection = SshConnection("127.0.0.1", user="", port=port, timeout=1, accept_new=False)
+    connection.connect_soon()
+    while connection._failed is None:
+        assert len(tries) <= 1
+    for expected in (1, 2):
+        with pytest.raises(UnreachableError, match="refuses the connection"):
+            connection.start("true")
+        assert len(tries) == expected

@@ -1,12 +1,15 @@
 """SSH against a real sshd, and beside OpenSSH's own client: the same configuration, the same result."""
 
+import contextlib
 import os
+import pty
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from controller.errors import AuthenticationError, DflashctlError, HostKeyError,
 from controller.inventory import Host
 from controller.place import open_place
 from tests.controller.test_ssh import keygen
+from tests.dflashctl import command, environment
 from tests.rig.rig import Rig
 
 PASSPHRASE = "correct horse battery"
@@ -236,6 +240,64 @@ def test_a_passphrase_is_asked_for_once_a_process_and_shown_nowhere(
     for text in (seen.out, seen.err, listing.stdout.decode(errors="replace"), rig.sshd.log.read_text()):
         assert PASSPHRASE not in text
     assert PASSPHRASE not in " ".join(os.environ.values())
+
+
+def on_terminal(argv: list[str], env: dict[str, str], answers: list[bytes], cue: bytes) -> tuple[int, bytes]:
+    """Run `argv` on a terminal of its own, answer each `cue` on it; its exit code and all that it showed."""
+    with warnings.catch_warnings():  # Python 3.12 warns of a fork beside threads; it executes at once
+        warnings.simplefilter("ignore")
+        pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(argv[0], argv, env)
+    shown, seen = b"", 0
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(terminal, 4096):
+            shown += data
+            while shown.count(cue) > seen and answers:
+                seen += 1
+                os.write(terminal, answers.pop(0) + b"\n")
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
+
+
+def test_on_a_real_terminal_a_locked_key_is_asked_for_without_an_echo(rig: Rig, home: Path) -> None:
+    key = keygen(home / "locked", passphrase=PASSPHRASE)
+    authorize(rig, key)
+    configure(rig, home, f"IdentityFile {key}")
+    (home / "hosts.toml").write_text('[places.box]\nkind = "ssh"\naddress = "box"\nvenv = "/v"\n')
+    env = environment({"HOME": str(home), "DFLASHCTL_HOSTS": str(home / "hosts.toml")})
+    code, shown = on_terminal(
+        command("exec", "--host", "box", "--", "echo", "in"),
+        env,
+        [b"wrong", PASSPHRASE.encode()],
+        f"Passphrase of the key {key}:".encode(),
+    )
+    assert (code, shown.count(b"Passphrase of the key")) == (0, 2)
+    assert shown.replace(b"\r", b"").endswith(b"in\n")
+    assert PASSPHRASE.encode() not in shown and b"wrong" not in shown
+    # A script has no terminal to be asked on.
+    done = subprocess.run(
+        command("exec", "--host", "box", "--", "true"), env=env, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert done.returncode == 68
+    assert f"hint: Unlock it first: ssh-add {key}".encode() in done.stderr
+
+
+def test_pruning_asks_on_a_terminal_and_takes_no_for_an_answer(rig: Rig) -> None:
+    old = rig.container_path(f"{rig.workspace}/runs/old-1")
+    old.mkdir(parents=True)
+    (old / "status.json").write_text('{"state": "finished"}')
+    os.utime(old, (1, 1))
+    os.utime(old / "status.json", (1, 1))
+    env = environment(rig.laptop_env())
+    argv = command("prune", "--host", "rig")
+    refused = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True)
+    assert refused.returncode == 64 and b"no terminal to answer on" in refused.stderr
+    for answer, there in ((b"n", True), (b"y", False)):
+        code, shown = on_terminal(argv, env, [answer], b"[y/N]")
+        assert code == 0
+        assert b"GOES  run" in shown and b"old-1" in shown
+        assert old.exists() is there
 
 
 def test_a_changed_key_of_a_jump_host_is_refused_by_its_own_line(rig: Rig, home: Path) -> None:
