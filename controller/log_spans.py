@@ -23,6 +23,9 @@ Read = Callable[[int, int], bytes]
 LONGEST: Final = 1 << 22
 _BLOCK: Final = 1 << 14
 _LARGEST_BLOCK: Final = 1 << 20
+MOST_BYTES: Final = 1 << 23
+"""Bytes that are looked at for one answer: where lines are huge, it has fewer of them."""
+
 _HEAD: Final = 1 << 16
 """Bytes of a longer line that are looked at: of its beginning, or of its end for a bar that is drawn anew."""
 
@@ -54,15 +57,17 @@ class Row:
 
 
 def spans_from(read: Read, extents: Extents, offset: int, most: int) -> list[Span]:
-    """At most `most` spans from `offset` on, where one begins."""
+    """At most `most` spans from `offset` on, where one begins; fewer where they are long, but one."""
     spans: list[Span] = []
-    while len(spans) < most:
+    begun, passed = offset, 0
+    while len(spans) < most and offset - begun - passed < MOST_BYTES:
         known = extents.run_from(offset)
         if known is None:
             break
         start, stop = known
         if start > offset:
             spans.append(Span(offset, start, gap=True))
+            passed += start - offset
             offset = start
             continue
         offset = _lines_from(read, start, stop, most, spans)
@@ -97,10 +102,12 @@ def _lines_from(read: Read, start: int, stop: int, most: int, spans: list[Span])
 def spans_before(read: Read, extents: Extents, offset: int, most: int) -> list[Span]:
     """At most `most` spans that end at `offset`, where one begins, in the order of the file."""
     spans: list[Span] = []
-    while offset > 0 and len(spans) < most:
+    begun, passed = offset, 0
+    while offset > 0 and len(spans) < most and begun - offset - passed < MOST_BYTES:
         start, stop = extents.run_before(offset) or (0, 0)
         if stop < offset:
             spans.append(Span(stop, offset, gap=True))
+            passed += offset - stop
             offset = stop
             continue
         before = offset

@@ -97,6 +97,7 @@ class RunApp(App[int]):
         self._mirror = mirror
         self._period_s = period_s
         self._taken_at = time.monotonic()
+        self._directory = directory
         self._ticker = Ticker(
             directory,
             lambda state: self.post_message(Snapshot(state)),
@@ -115,6 +116,7 @@ class RunApp(App[int]):
 
     def on_mount(self) -> None:
         """Begin to read."""
+        self.call_after_refresh(self._open_log)
         if self._period_s is None:
             self.call_after_refresh(self.tick)
         else:
@@ -128,6 +130,10 @@ class RunApp(App[int]):
     def tick(self) -> None:
         """Read and show once, in this thread."""
         self._show(self._ticker.tick())
+        self._run_screen.log_view.tick()
+
+    def _open_log(self) -> None:
+        self._run_screen.log_view.open(self._directory, threaded=self._period_s is not None)
 
     @on(Snapshot)
     def _on_snapshot(self, message: Snapshot) -> None:
@@ -136,7 +142,8 @@ class RunApp(App[int]):
     def _show(self, state: RunState) -> None:
         self._taken_at = time.monotonic()
         if self._run_screen.is_mounted and self._run_screen.query("#footer"):
-            self._run_screen.take(state, self._ticker.take_log())
+            self._run_screen.take(state)
+        self._ticker.taken()
 
     def _watch_reader(self) -> None:
         """A reader that has failed or hangs must not leave LIVE on the screen."""

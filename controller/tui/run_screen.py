@@ -7,7 +7,7 @@ is not drawn.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.text import Text
 from textual import events, on
@@ -24,16 +24,16 @@ from controller.tui.curves import Drawn, side_lines
 from controller.tui.curves_view import CurvesView
 from controller.tui.gpu_panel import gpu_lines, gpu_summary
 from controller.tui.lines import Lines, LineView, line, remote
-from controller.tui.log_tail import LogNews
 from controller.tui.log_view import LogView
 from controller.tui.overview import (
     detail_line,
+    fitted,
     flow_line,
     learning_line,
     speed_line,
     status_line,
 )
-from controller.tui.palette import KEY, LABEL, PLAIN, TAB_ON, WARN
+from controller.tui.palette import KEY, LABEL, TAB_ON, WARN
 from controller.tui.thread_panel import event_lines, thread_lines
 
 TABS = ("log", "curves", "threads", "events")
@@ -76,6 +76,7 @@ class RunScreen(Screen[None]):
         self._first_gpu_row = 0
         self._note = ""
         self._note_until = 0.0
+        self._answered: Callable[[str], None] = lambda text: None
 
     def compose(self) -> ComposeResult:
         """The screen from top to bottom."""
@@ -124,11 +125,10 @@ class RunScreen(Screen[None]):
         """The tab that is shown."""
         return self.query_one("#body", ContentSwitcher).current or "log"
 
-    def take(self, state: RunState, log: Sequence[LogNews]) -> None:
-        """Show `state`, and add what the log brought."""
+    def take(self, state: RunState) -> None:
+        """Show `state`."""
         self._state = state
         self._trouble = ""
-        self.log_view.add(log)
         self.draw()
 
     def show_trouble(self, trouble: str) -> None:
@@ -180,8 +180,20 @@ class RunScreen(Screen[None]):
 
     def ask_find(self) -> None:
         """Ask what to find in the log."""
+        self._ask("find in the log (regular expression)", self.log_view.search)
+
+    @on(LogView.AskFilter)
+    def _on_ask_filter(self) -> None:
+        seen = ", ".join(self.log_view.prefixes[:8])
+        self._ask(f"only lines of {seen or 'a rank or thread'}, or a regular expression; empty: all",
+                  self.log_view.filter)  # fmt: skip
+
+    def _ask(self, question: str, answered: Callable[[str], None]) -> None:
         self.show_tab("log")
+        self._answered = answered
         find = self.query_one("#find", Input)
+        find.placeholder = question
+        find.value = ""
         find.display = True
         find.focus()
 
@@ -189,21 +201,26 @@ class RunScreen(Screen[None]):
     def _on_find(self, event: Input.Submitted) -> None:
         event.input.display = False
         self.log_view.focus()
-        found = self.log_view.search(event.value)
-        if event.value:
-            self.say(f"{found:,} line{'s' * (found != 1)} match{'es' * (found == 1)}  n N go on")
+        self._answered(event.value)
 
     def on_key(self, event: events.Key) -> None:
-        """Escape leaves the question, and forgets what was searched."""
+        """Escape leaves the question; then the log's selection, search and filter, one after the other."""
         if event.key == "escape":
-            self.query_one("#find", Input).display = False
-            self.log_view.search("")
-            self.log_view.focus()
+            find = self.query_one("#find", Input)
+            if find.display:
+                find.display = False
+                self.log_view.focus()
+            elif self.tab == "log":
+                self.log_view.escape()
 
     @on(CurvesView.Changed)
-    @on(LogView.FollowChanged)
-    def _on_follow_changed(self) -> None:
-        self.draw()
+    @on(LogView.Changed)
+    def _on_tab_changed(self) -> None:
+        self._lines("tabs", [self._tab_line(self.size.width)])
+
+    @on(LogView.Said)
+    def _on_log_said(self, message: LogView.Said) -> None:
+        self.say(message.text, 6.0)
 
     # drawing
 
@@ -299,26 +316,28 @@ class RunScreen(Screen[None]):
         for name, label in zip(TABS, tab_labels(), strict=True):
             text.append(label, style=TAB_ON if name == self.tab else LABEL)
             text.append(" ")
-        log = self.log_view
-        if self._note and time.monotonic() < self._note_until:
+        if self._noted and not self.query_one("#footer").display:
             right = line((self._note, WARN))
         elif self.tab == "curves":
             right = self.curves_view.status()
         elif self.tab != "log":
             right = line()
-        elif log.following:
-            right = line(("follow ", LABEL), ("ON", PLAIN))
         else:
-            waiting = f" · {log.waiting:,} new lines" if log.waiting else ""
-            right = line(("follow ", LABEL), ("OFF", WARN), (waiting, WARN))
+            right = self.log_view.status_text(width - text.cell_len - 1)
         text.append(" " * max(1, width - text.cell_len - right.cell_len))
         text.append_text(right)
         return text
 
+    @property
+    def _noted(self) -> bool:
+        return bool(self._note) and time.monotonic() < self._note_until
+
     def _footer_line(self) -> Text:
-        keys = [*self._keys, ("x", "crash")] if has_crash(self._state) else self._keys
-        text = line()
-        for key, word in keys:
-            text.append(f" {key}", style=KEY)
-            text.append(f" {word} ", style=LABEL)
-        return text
+        if self._noted:
+            return line((f" {self._note}", WARN))
+        keys = [("x", "crash"), *self._keys] if has_crash(self._state) else self._keys
+        parts = [
+            (0 if key in ("?", "q") else place, " ", line((f" {key}", KEY), (f" {word}", LABEL)))
+            for place, (key, word) in enumerate(keys, 1)
+        ]
+        return fitted(parts, self.size.width)

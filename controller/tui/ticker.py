@@ -1,13 +1,12 @@
 """The one thread of the TUI: reads the mirror once a second and hands over what it found.
 
 The next tick starts only after the last has ended and the screen has taken it, so a slow disk or a busy
-screen makes ticks rarer and never makes a queue. The state travels as one immutable snapshot; lines of the
-log, which must not be lost when a snapshot replaces its elder, wait in a deque.
+screen makes ticks rarer and never makes a queue. The state travels as one immutable snapshot. The log has a
+thread of its own (`log_feed`), since a search in gigabytes must not make the state old.
 """
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from pathlib import Path
 from controller.health import Word
 from controller.run_reader import RunReader
 from controller.run_state import RunState
-from controller.tui.log_tail import LogNews, LogTail
 
 PERIOD_S = 1.0
 CATCHING_UP_S = 0.05
@@ -35,11 +33,9 @@ class Ticker:
         period_s: float = PERIOD_S,
     ) -> None:
         self._reader = RunReader(directory)
-        self._tail = LogTail(directory)
         self._deliver = deliver
         self._clock = clock
         self._period_s = period_s
-        self._log: collections.deque[LogNews] = collections.deque()
         self._stop = threading.Event()
         self._taken = threading.Event()
         self._thread: threading.Thread | None = None
@@ -61,18 +57,11 @@ class Ticker:
 
     def tick(self) -> RunState:
         """Read once, in the caller's thread."""
-        news = self._tail.poll()
-        if news is not None:
-            self._log.append(news)
         return self._reader.poll(self._clock())
 
-    def take_log(self) -> list[LogNews]:
-        """What the log brought since the last call; from any thread."""
-        taken = []
-        while self._log:
-            taken.append(self._log.popleft())
+    def taken(self) -> None:
+        """The screen has taken what was delivered; from any thread."""
         self._taken.set()
-        return taken
 
     def _run(self) -> None:
         while not self._stop.is_set():

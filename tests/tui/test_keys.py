@@ -9,7 +9,6 @@ from textual.binding import Binding
 
 from controller.tui.app import RunApp
 from controller.tui.lines import LineView
-from controller.tui.log_tail import LogNews
 from controller.tui.log_view import LogView
 from tests.tui import golden
 from tests.tui.conftest import Open, screen_text
@@ -65,60 +64,6 @@ async def test_x_hides_the_crash_and_shows_the_panels(open_run: Open) -> None:
         await pilot.press("x")
         await pilot.pause()
         assert "failed first" in screen_text(pilot)
-
-
-async def test_a_reader_who_scrolled_up_is_left_alone_until_he_follows_again(open_run: Open) -> None:
-    async with open_run("healthy") as pilot:
-        log = log_of(pilot.app)
-        await pilot.press("pageup")
-        await pilot.pause()
-        assert not log.following
-        assert "follow OFF" in screen_text(pilot)
-        before = log.visible_text()
-        log.add([LogNews(lines=tuple(f"new {n}" for n in range(20_000)))])
-        await pilot.pause()
-        assert log.visible_text() == before
-        assert log.waiting == 10_000
-        await pilot.press("f")
-        await pilot.pause()
-        assert log.following
-        assert "new 19999" in screen_text(pilot)
-
-
-@pytest.mark.parametrize("key", ["end", "G"])
-async def test_end_follows_again(key: str, open_run: Open) -> None:
-    async with open_run("healthy") as pilot:
-        await pilot.press("home")
-        await pilot.pause()
-        assert "1095082 samples loaded" in screen_text(pilot)
-        await pilot.press(key)
-        await pilot.pause()
-        assert log_of(pilot.app).following
-
-
-async def test_slash_finds_by_regular_expression_and_n_goes_on(open_run: Open) -> None:
-    async with open_run("healthy") as pilot:
-        await pilot.press("slash", *"Target \\d on", "enter")
-        await pilot.pause()
-        log = log_of(pilot.app)
-        assert "6 lines match" in screen_text(pilot)
-        assert len(log.matches()) == 6
-        at = log.scroll_offset.y
-        await pilot.press("N")
-        await pilot.pause()
-        assert log.scroll_offset.y == at - 1
-        await pilot.press("n")
-        await pilot.pause()
-        assert log.scroll_offset.y == at
-        await pilot.press("escape")
-        assert log.matches() == []
-
-
-async def test_a_wrong_regular_expression_is_taken_literally(open_run: Open) -> None:
-    async with open_run("healthy") as pilot:
-        await pilot.press("slash", *"[   0,", "enter")
-        await pilot.pause()
-        assert "1 line matches" in screen_text(pilot)
 
 
 async def test_y_copies_to_the_terminal_and_a_file_and_says_where(open_run: Open, tmp_path: Path) -> None:

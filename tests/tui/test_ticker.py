@@ -58,7 +58,7 @@ def test_the_next_tick_waits_until_the_screen_has_taken_the_last(tmp_path: Path)
             time.sleep(0.01)
         time.sleep(0.2)
         assert len(delivered) == 1, "nobody took it"
-        ticker.take_log()
+        ticker.taken()
         while len(delivered) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         assert len(delivered) == 2

@@ -1,0 +1,393 @@
+"""The thread that reads the log for its view, which asks and is given pages, and reads no file itself.
+
+Requests are done in their order, between them the thread looks for new bytes and goes on with a search, a
+slice at a time. Without a thread (tests, pictures) every request is done at once. However fast the log
+grows, a page costs the same: it is read backwards from the end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from controller.errors import LocalStateError
+from controller.log_file import LogFile
+from controller.log_scan import SLICE, LogScan, Matches, matching
+from controller.log_spans import Row, Span
+from controller.mirror import ask_for_whole_log
+from controller.tui.log_page import Found, LogPage
+
+PERIOD_S = 0.5
+"""Between two looks for new bytes."""
+
+AROUND = 400
+"""Lines of a page before and behind the place where the view stands."""
+
+BUSY_S = 0.2
+"""How long the thread searches before it tells how far it is."""
+
+SAVED_BYTES = 256 << 20
+"""Most bytes that are saved to a file."""
+
+PREFIX = re.compile(
+    r"\s*(?:\[?[\d/T:.,-]{8,26}\]?\s+){0,2}\[?((?:rank|default|drafter|target|replica|reader|evaluator|worker)"
+    r"[ -]?\d*)\]?[:\s]",
+    re.IGNORECASE,
+)
+
+
+def prefix_of(text: str) -> str:
+    """The rank or thread that a line names at its beginning: `rank0`, `drafter-1`; empty: none."""
+    found = PREFIX.match(text[:80])
+    return found[1].lower().replace(" ", "-").rstrip("-") if found else ""
+
+
+class LogFeed:
+    """Reads the log in the mirror folder `directory` and calls `deliver(page)` from its thread."""
+
+    def __init__(self, directory: Path, deliver: Callable[[LogPage], object], *, threaded: bool) -> None:
+        self._directory = directory
+        self._deliver = deliver
+        self._threaded = threaded
+        self._file = LogFile(directory)
+        self._requests: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._ticket = 0
+        self._anchor: int | None = None
+        self._search: LogScan | None = None
+        self._filter: LogScan | None = None
+        self._filter_matches: Matches | None = None
+        self._seeking: Iterator[int | None] | None = None
+        self._counted_to = 0
+        self._new_lines = 0
+        self._prefixes: set[str] = set()
+        self._restarts_told = 0
+
+    def start(self) -> None:
+        """Begin; the first page comes at once."""
+        self._later(self._look_and_show)
+        if self._threaded:
+            # A daemon: a disk that hangs must not keep the terminal.
+            self._thread = threading.Thread(target=self._run, name="tui-log", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout: float = 0.1) -> None:
+        """End; waits at most `timeout` seconds for a read that is under way."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def tick(self) -> None:
+        """Without a thread: look for new bytes now."""
+        if not self._threaded:
+            self._look()
+
+    # requests of the view; `ticket` comes back in the page
+
+    def show(self, ticket: int, anchor: int | None) -> None:
+        """Give the lines around `anchor`, or follow the end when it is None."""
+
+        def do() -> None:
+            self._ticket = ticket
+            if anchor is None:
+                self._new_lines = 0
+            elif self._anchor is None:
+                self._counted_to = self._file.end
+            let_go = anchor is None and self._file.replaced
+            self._anchor = anchor
+            if let_go:
+                self._look()
+            self._show()
+
+        self._later(do)
+
+    def show_start(self, ticket: int) -> None:
+        """Give the oldest lines, and go there."""
+        self._later(lambda: self._go(ticket, 0))
+
+    def seek(self, ticket: int, matches: Matches, start: int, *, back: bool, what: str) -> None:
+        """Go to the next line that matches: behind the one at `start`, or before it. `what` is not found
+        otherwise: a note says so.
+        """
+
+        def do() -> None:
+            self._ticket = ticket
+            self._seeking = self._sought(matches, start, back, what)
+
+        self._later(do)
+
+    def search(self, matches: Matches | None) -> None:
+        """Count the lines that match, from now on; None: no more."""
+
+        def do() -> None:
+            self._search = LogScan(self._both(matches)) if matches else None
+            self._show()
+
+        self._later(do)
+
+    def filter(self, ticket: int, matches: Matches | None, anchor: int | None) -> None:
+        """Show only the lines that match; None: all. Stay at `anchor`, or follow the end."""
+
+        def do() -> None:
+            self._filter = LogScan(matches) if matches else None
+            self._filter_matches = matches
+            if self._search is not None:
+                self._search.restart()
+            self._ticket, self._anchor = ticket, anchor
+            self._show()
+
+        self._later(do)
+
+    def older(self) -> None:
+        """Ask the mirror for the bytes that are missing."""
+
+        def do() -> None:
+            if not self._file.missing:
+                self._say("the log is here from its first byte")
+                return
+            try:
+                ask_for_whole_log(self._directory)
+            except LocalStateError as error:
+                self._say(error.message)
+                return
+            self._say(f"asked for the {amount(self._file.missing)} that are missing")
+
+        self._later(do)
+
+    def save(self, path: Path, span: tuple[int, int] | None) -> None:
+        """Write the lines from the first to the last of `span`, or all that are shown, to `path`."""
+        self._later(lambda: self._save(path, span))
+
+    # the thread
+
+    def _later(self, request: Callable[[], None]) -> None:
+        self._requests.append(request)
+        if self._threaded:
+            self._wake.set()
+            return
+        self._serve()
+        while self._work(float("inf")):
+            pass
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._serve()
+                busy = self._work(BUSY_S)
+                if not busy:
+                    self._wake.wait(PERIOD_S)
+                    self._wake.clear()
+                if not self._requests:
+                    self._look()
+            except Exception as error:  # a defect of ours: said, and the next look tries again
+                self._say(f"the log cannot be read: {type(error).__name__}: {error}")
+                self._wake.wait(5.0)
+
+    def _serve(self) -> None:
+        while self._requests and not self._stopped:
+            self._requests.popleft()()
+
+    def _work(self, most_s: float) -> bool:
+        """Search on for `most_s` seconds, or until something is asked for; whether there may be more."""
+        until = time.monotonic() + most_s
+        worked = False
+        while time.monotonic() < until and not self._requests and not self._stopped:
+            if self._seeking is not None:
+                found = next(self._seeking, None)
+                if found is not None:
+                    self._seeking = None
+                    self._go(self._ticket, found)
+                worked = True
+                continue
+            scans = [scan for scan in (self._filter, self._search) if scan is not None]
+            if not any(scan.step(self._file.read, self._file.extents) for scan in scans):
+                break
+            worked = True
+        if worked and not self._requests:
+            self._show()
+        return worked and self._threaded
+
+    def _look_and_show(self) -> None:
+        self._file.refresh()
+        self._counted_to = self._file.end
+        self._show()
+
+    def _look(self) -> None:
+        """Take what is new."""
+        if not self._file.refresh(hold=self._anchor is not None):
+            return
+        file = self._file
+        if file.restarts != self._restarts_told:
+            self._restarts_told = file.restarts
+            self._counted_to, self._new_lines = file.end, 0
+            for scan in (self._filter, self._search):
+                if scan is not None:
+                    scan.restart()
+        if self._anchor is not None:
+            self._count_new()
+        if self._filter is not None or self._search is not None:
+            self._work(BUSY_S if self._threaded else float("inf"))
+        self._show()
+
+    def _count_new(self) -> None:
+        end = self._file.end
+        while self._counted_to < end:
+            block = self._file.read(self._counted_to, min(end, self._counted_to + (8 << 20)))
+            if not block:
+                break
+            self._new_lines += block.count(b"\n")
+            self._counted_to += len(block)
+
+    def _go(self, ticket: int, place: int) -> None:
+        self._ticket = ticket
+        if self._anchor is None:
+            self._counted_to = self._file.end
+        self._anchor = place
+        self._show(goto=place)
+
+    def _both(self, matches: Matches) -> Matches:
+        """What matches and is shown: a filter hides the others from a search."""
+        return lambda text: (self._filter_matches is None or self._filter_matches(text)) and matches(text)
+
+    def _sought(self, matches: Matches, start: int, back: bool, what: str) -> Iterator[int | None]:
+        """Yields None after each slice without a match, then where the match is."""
+        file, both = self._file, self._both(matches)
+        place = start if back else self._behind(start)
+        while True:
+            spans = self._slice_before(place) if back else self._slice_from(place)
+            if not spans:
+                self._say(f"no {what} {'above' if back else 'below'}")
+                while True:
+                    yield None
+                    self._seeking = None
+            for low, high in spans[::-1] if back else spans:
+                hits = matching(file.read(low, high), both)
+                if hits:
+                    yield low + (hits[-1] if back else hits[0])
+            place = spans[0][0] if back else spans[-1][1]
+            yield None
+
+    def _behind(self, start: int) -> int:
+        spans = self._file.spans_from(start, 1)
+        return spans[0].stop if spans else self._file.end
+
+    def _slice_from(self, place: int) -> list[tuple[int, int]]:
+        """Whole lines of about a slice from `place` on, as a range; gaps are passed over."""
+        known = self._file.extents.run_from(place)
+        if known is None:
+            return []
+        start, stop = known
+        if stop - start <= SLICE:
+            return [(start, stop)]
+        end = self._file.start_of(start + SLICE)
+        if end <= start:
+            end = self._behind(start)
+        return [(start, end)]
+
+    def _slice_before(self, place: int) -> list[tuple[int, int]]:
+        known = self._file.extents.run_before(place)
+        if known is None:
+            return []
+        start, stop = known
+        return [(start if stop - start <= SLICE else self._file.start_of(stop - SLICE), stop)]
+
+    # pages
+
+    def _say(self, note: str) -> None:
+        self._show(note=note)
+
+    def _show(self, *, goto: int | None = None, note: str = "") -> None:
+        file = self._file
+        end = file.end
+        if self._anchor is None:
+            before, behind = self._before(end, AROUND), []
+        else:
+            anchor = min(self._anchor, end)
+            before, behind = self._before(anchor, AROUND), self._from(anchor, AROUND)
+        rows = tuple(file.row(span) for span in (*before, *behind))
+        self._prefixes.update(filter(None, (prefix_of(row.text) for row in rows[-100:])))
+        self._deliver(
+            LogPage(
+                ticket=self._ticket,
+                rows=rows,
+                at_start=not before or not self._before(before[0].start, 1),
+                at_end=not behind or not self._from(behind[-1].stop, 1),
+                goto=goto,
+                end=end,
+                missing=file.missing,
+                new_lines=self._new_lines,
+                replaced=file.replaced,
+                restarts=file.restarts,
+                search=_found(self._search),
+                filter=_found(self._filter),
+                prefixes=tuple(sorted(self._prefixes)),
+                note=note,
+            )
+        )
+
+    def _before(self, offset: int, most: int) -> list[Span]:
+        if self._filter is None:
+            return self._file.spans_before(offset, most)
+        found = self._filter.found
+        at = bisect.bisect_left(found, offset)
+        return self._lines(found[max(0, at - most) : at])
+
+    def _from(self, offset: int, most: int) -> list[Span]:
+        if self._filter is None:
+            return self._file.spans_from(offset, most)
+        found = self._filter.found
+        at = bisect.bisect_left(found, offset)
+        return self._lines(found[at : at + most])
+
+    def _lines(self, starts: object) -> list[Span]:
+        return [span for start in starts for span in self._file.spans_from(start, 1)]  # type: ignore[attr-defined]
+
+    # saving
+
+    def _save(self, path: Path, span: tuple[int, int] | None) -> None:
+        low, high = (0, self._file.end) if span is None else span
+        written = lines = 0
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with path.open("w", encoding="utf-8", errors="replace") as out:
+                for row in self._saved_rows(low, high):
+                    text = f"--- {amount(row.stop - row.start)} are not here ---" if row.gap else row.text
+                    written += out.write(f"{text}\n")
+                    lines += 1
+                    if written > SAVED_BYTES or self._stopped:
+                        break
+        except OSError as error:
+            self._say(f"not saved: {path}: {error.strerror or error}")
+            return
+        cut = f", cut after {amount(written)}" if written > SAVED_BYTES else ""
+        self._say(f"{lines:,} line{'s' * (lines != 1)} saved to {path}{cut}")
+
+    def _saved_rows(self, low: int, high: int) -> Iterator[Row]:
+        place = low
+        while place < high:
+            spans = [span for span in self._from(place, 1000) if span.start < high]
+            if not spans:
+                return
+            for span in spans:
+                yield self._file.row(span)
+            place = spans[-1].stop
+
+
+def _found(scan: LogScan | None) -> Found | None:
+    return None if scan is None else Found(count=len(scan.found), done=scan.done)
+
+
+def amount(size: int) -> str:
+    """`1.9 GiB`, `812 KiB`, `40 bytes`."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} byte{'s' * (size != 1)}"
