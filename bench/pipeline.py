@@ -35,6 +35,7 @@ from remote_payload.train import execution
 from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.features import Features, pack
+from remote_payload.train.fused_norms import fuse_norms
 from remote_payload.train.metrics import Statistics
 from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import OrderedQueue, RunControl
@@ -109,6 +110,8 @@ def random_target(shape: Shape, device: torch.device, taps: tuple[int, ...]) -> 
             model: Any = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    if device.type == "cuda":
+        fuse_norms(model)  # as `Target.load` does
     return Target(model.to(device), taps)
 
 

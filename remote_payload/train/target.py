@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from remote_payload.crash import one_line
 from remote_payload.job import JobError
+from remote_payload.train.fused_norms import fuse_norms
 from remote_payload.train.output_head import OutputHead
 from remote_payload.train.target_config import required_size
 
@@ -94,6 +95,8 @@ class Target:
                 f" save_pretrained writes it"
             )
         target = cls(model.to(device), tap_layers)
+        if device.type == "cuda":
+            fuse_norms(target.model)
         target.check()
         return target
 
