@@ -52,13 +52,14 @@ def serve_tool(name: str, workspace: Path) -> int:
         argv = [_located(str(word), folder) for word in order["argv"]]
         process = _start(name, argv, workspace, order.get("env"))
         Listener(_SILENCE_S * time_scale())  # after the fork: that is safe only while we have one thread
-        return _relay(name, process)
+        result = _relay(name, process)
     except (OSError, IncludeError) as error:
-        _say(ok=False, error=str(error))
-        return 1
+        result = {"ok": False, "error": str(error)}
     finally:
-        if folder is not None:
+        if folder is not None:  # before the last line, after which whoever asked may be gone
             shutil.rmtree(folder, ignore_errors=True)
+    _say(**result)
+    return 0 if result["ok"] else 1
 
 
 def _given(workspace: Path, files: list[Mapping[str, Any]]) -> Path | None:
@@ -101,7 +102,8 @@ def _start(name: str, argv: list[str], workspace: Path, env: object) -> subproce
     )
 
 
-def _relay(name: str, process: subprocess.Popen[bytes]) -> int:
+def _relay(name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Pass on what the tool says, to its end; the last line to the laptop."""
     assert process.stdout is not None and process.stderr is not None
     said, answer = b"", b""
     last = ""
@@ -129,11 +131,16 @@ def _relay(name: str, process: subprocess.Popen[bytes]) -> int:
     last = said.decode(errors="replace") or last
     record = rundir.decode(answer)
     if status == 0 and record is not None:
-        _say(ok=True, answer=record)
-        return 0
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    _say(ok=False, error=last.removeprefix(f"{name}: ") or how, status=status)
-    return 1
+        return {"ok": True, "answer": record}
+    if last.startswith(f"{name}: "):
+        error = last.removeprefix(f"{name}: ")
+    elif status == -signal.SIGKILL:
+        error = "was killed (SIGKILL): by somebody, or for the memory that it took"
+    elif status < 0:
+        error = f"was killed by {signal.Signals(-status).name}"
+    else:
+        error = last if status and last else f"ended with status {status} and without an answer"
+    return {"ok": False, "error": error, "status": status}
 
 
 def _say(**fields: object) -> None:
