@@ -61,7 +61,7 @@ def examine(
         *_torch(answer, job),
         _workspace(answer["workspace"], host),
         *_speed(answer),
-        *_memory(answer, config),
+        *_memory(answer, host, config),
         *_paths(answer, host),
         *_clock(answer, received),
         *_ports(answer),
@@ -251,7 +251,7 @@ def _speed(answer: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("write speed", "ok", f"{speed:.0f} MiB/s")
 
 
-def _memory(answer: Mapping[str, Any], config: str) -> Iterator[Check]:
+def _memory(answer: Mapping[str, Any], host: Host, config: str) -> Iterator[Check]:
     memory = answer.get("memory")
     if memory is None:
         return
@@ -267,7 +267,8 @@ def _memory(answer: Mapping[str, Any], config: str) -> Iterator[Check]:
             "memory",
             "warning",
             f"{size:.1f} GiB{of} may be used, {used or 0:.1f} are",
-            "Loading a target passes through memory: give the container more (pct set ID --memory MiB).",
+            "Loading a target passes through memory: give it more"
+            + (f" (pct set {host.container} --memory MiB)." if host.container else "."),
         )
     else:
         limited = "limited to " if limit is not None else ""

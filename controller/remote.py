@@ -198,9 +198,11 @@ class Proxmox(Ssh):
 
     def on_host(self, argv: Sequence[str], timeout: float = 20.0) -> Completed:
         """Run a command of the Proxmox host itself, on the same connection. Raises what `run` raises."""
-        host = self.description.model_copy(update={"kind": "ssh", "container": None})
+        # sudo stands in front of the command and not of a shell: rules allow pct and pvesh alone.
+        host = self.description.model_copy(update={"kind": "ssh", "container": None, "sudo": False})
+        sudo = _SUDO if self.description.sudo else ()
         with Ssh(host, accept_new_host_key=self._accept_new) as place:
-            return place.run(argv, timeout=timeout)
+            return place.run([*sudo, *argv], timeout=timeout)
 
 
 def _last_line(error: NotBegunError) -> str:

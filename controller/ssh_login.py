@@ -8,6 +8,7 @@ process's memory and the passphrase nowhere. Without a terminal the error names 
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import socket
@@ -167,7 +168,8 @@ def _load(path: Path, passphrase: str | None) -> paramiko.PKey | str:
         return "bad" if passphrase is None else "locked"
     certificate = path.with_name(f"{path.name}-cert.pub")
     if certificate.is_file():
-        key.load_certificate(str(certificate))
+        with contextlib.suppress(Exception):  # one of another key, or none: the key itself may do
+            key.load_certificate(str(certificate))
     assert isinstance(key, paramiko.PKey)
     return key
 

@@ -17,6 +17,8 @@ from typing import Any, Final
 from remote_payload.gpu import COMMAND, GpuSampler, Timing
 from remote_payload.living import living_runs
 
+_PATIENCE_S: Final = 20.0
+"""A person waits: less than a run's sampler gives a first answer."""
 _TROUBLE_S: Final = 10.0
 """After a problem, how long a single listing waits for what can be had all the same."""
 
@@ -72,7 +74,7 @@ def list_gpus(
     runs that use it), `why` (null, or what is wrong), `runs` (the living runs).
     """
     listings = _Listings(workspace, say or _print)
-    timing = Timing(interval=max(1.0, every_s or 5.0))
+    timing = Timing(interval=max(1.0, every_s or 5.0), first_answer=_PATIENCE_S)
     sampler = GpuSampler(
         listings,  # type: ignore[arg-type]
         on_problem=listings.trouble,

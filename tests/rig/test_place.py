@@ -23,6 +23,7 @@ from controller.errors import (
 )
 from controller.inventory import Host, load
 from controller.place import Place, open_place
+from controller.remote import Proxmox
 from controller.ship import pack, ship
 from tests.controller.test_place import NASTY, TEXT, crossed
 from tests.rig.rig import Rig
@@ -131,11 +132,15 @@ def test_sudo_that_wants_a_password_is_said_with_the_line_that_allows_it(rig: Ri
 def test_sudo_runs_pct_and_nothing_else_as_root(rig: Rig, container: Host) -> None:
     log = rig.state / "log" / "sudo.log"
     log.write_text("")
-    with open_place(container.model_copy(update={"sudo": True})) as place:
+    by_sudo = container.model_copy(update={"sudo": True})
+    with open_place(by_sudo) as place:
         assert place.run(["id", "-u"], timeout=20).stdout == b"0\n"
-    assert [line.split()[:2] for line in log.read_text().splitlines() if line.startswith("pct")] == [
-        ["pct", "exec"]
-    ]
+        assert isinstance(place, Proxmox)
+        assert b"hostname: dflash-ct" in place.on_host(["pct", "config", str(rig.vmid)]).stdout
+    assert isinstance(failure(by_sudo.model_copy(update={"container": rig.absent_vmid})), ContainerError)
+    assert [line.split()[:2] for line in log.read_text().splitlines()] == [
+        ["pct", "exec"], ["pct", "config"], ["pct", "exec"], ["pvesh", "get"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("sudo", [False, True])
