@@ -1,10 +1,10 @@
 """The target's RMS norms by torch's fused kernel, where that computes the same.
 
-transformers writes a norm as seven passes over memory, four of them in float32. By a count of bytes they are
-a fifth to a quarter of the forward pass of a Qwen3 of 4 billion numbers, the longer half of a step when target
-and drafter share a GPU (bench/NOTES.md). torch has one kernel for it. Families differ in their norms (Gemma
-multiplies by 1 + weight), so a module is given the kernel only after both gave the same numbers for random
-input in float32.
+transformers writes a norm as seven passes over memory, four of them in float32. By a count of bytes they
+are a fifth to a quarter of the forward pass of a Qwen3 of 4 billion numbers, the longer half of a step when
+target and drafter share a GPU (bench/NOTES.md). torch has one kernel for it. Families differ in their norms
+(Gemma multiplies by 1 + weight): a module is given the kernel only after both gave the same numbers for
+random input in float32.
 """
 
 from __future__ import annotations

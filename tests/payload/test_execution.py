@@ -170,3 +170,64 @@ def test_compiled_graphs_counts_every_thread_so_that_a_recompile_is_seen(
         thread.start()
         thread.join()
         assert execution.compiled_graphs() - before == graphs
+
+
+class RecordedCapture:
+    """Stands in for `torch.cuda.graph`: keeps what it was asked for, and fails if told to."""
+
+    asked: list[dict[str, object]]
+    fails: BaseException | None = None
+
+    def __init__(self, graph: object, **options: object) -> None:
+        RecordedCapture.asked.append({"graph": graph, "locked": execution._CAPTURE_LOCK.locked(), **options})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if RecordedCapture.fails is not None:
+            raise RecordedCapture.fails
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> type[RecordedCapture]:
+    """A torch that thinks it can capture."""
+    RecordedCapture.asked, RecordedCapture.fails = [], None
+    monkeypatch.setattr(torch.cuda, "graph", RecordedCapture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "its own")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _device: "the default")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    return RecordedCapture
+
+
+def test_a_capture_is_thread_local_on_the_threads_own_stream_with_a_pool_of_its_own_under_one_lock(
+    captures: type[RecordedCapture],
+) -> None:
+    """Rule 7."""
+    ran = []
+    for _ in range(2):
+        execution.Graph(lambda: ran.append(1), CUDA)
+    assert len(ran) == 2 and captures.asked[0]["graph"] is not captures.asked[1]["graph"]
+    for asked in captures.asked:
+        assert asked["capture_error_mode"] == "thread_local" and asked["stream"] == "its own"
+        assert asked["locked"] is True and "pool" not in asked
+    assert not execution._CAPTURE_LOCK.locked()
+
+
+def test_a_capture_that_fails_gives_the_lock_back_and_says_why(captures: type[RecordedCapture]) -> None:
+    captures.fails = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        execution.Graph(lambda: None, CUDA)
+    captures.fails = None
+    execution.Graph(lambda: None, CUDA)
+    assert not execution._CAPTURE_LOCK.locked()
+
+
+def test_a_capture_on_the_default_stream_is_a_defect(
+    captures: type[RecordedCapture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "the default")
+    with pytest.raises(AssertionError, match="stream of the thread's own"):
+        execution.Graph(lambda: None, CUDA)
+    assert not captures.asked
