@@ -10,6 +10,7 @@ import pytest
 
 from controller.changes import change_record
 from controller.commands.launch import launch_record
+from controller.exporting import Exported
 from controller.inventory import Host
 from controller.launch import LaunchedRun
 from controller.listing import Row
@@ -42,6 +43,7 @@ RUN = LaunchedRun("id", "/run", "/payload", "digest", Path("/mirror"))
         ("launch", set(launch_record(RUN, HOST))),
         ("resume", fields(Resumed)),
         ("pull", fields(Pulled)),
+        ("export", fields(Exported)),
         ("runs", fields(Row)),
         ("watch", set(change_record(RunState(), None))),
         ("status", set(state_record(RunState()))),

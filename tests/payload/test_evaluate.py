@@ -128,6 +128,15 @@ def test_shards_merge_to_the_record_of_one_process_to_the_last_round(
     assert merge([whole])["tau"] == whole["tau"]
 
 
+def test_the_page_about_json_has_exactly_the_keys_of_a_record(run_dir: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    body = page.partition("\n## evaluate\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
+    record = run(run_dir, "--count", "1")
+    del record["said"]
+    assert {key for cell in cells for key in re.findall(r"`(\w+)`", cell)} == set(record)
+
+
 def test_tau_is_what_the_rounds_say_and_every_token_but_the_first_came_from_one(
     folder: Path, target: Path, prompts: Path
 ) -> None:
