@@ -179,6 +179,16 @@ def _step_down(r: Record) -> Line:
     )
 
 
+def _pipeline(r: Record) -> Line:
+    names = ("targets_for_batches", "targets_for_room", "drafters_for_features")
+    shares = [
+        f"{name.replace('_', ' ')} {share:.0%}" for name in names if (share := number(r, name)) is not None
+    ]
+    found = text(r, "bottleneck") or "?"
+    said = "neither side holds up the other" if found == "none" else f"bottleneck: {found}"
+    return Level.INFO, f"step {_count(r, 'step')}: waits of {', '.join(shares) or '?'}; {said}"
+
+
 def _recompile(r: Record) -> Line:
     return Level.WARNING, f"replica {_count(r, 'replica')} recompiled: {text(r, 'reason') or '?'}"
 
@@ -267,6 +277,7 @@ _LINES: dict[str, Callable[[Record], Line]] = {
     "alarm": _alarm,
     "unusable": _unusable,
     "nonfinite": _nonfinite,
+    "pipeline": _pipeline,
     "recompile": _recompile,
     "step_down": _step_down,
     "request": _request,

@@ -15,6 +15,7 @@ from remote_payload.job import Job
 from remote_payload.rundir import RecordWriter
 from remote_payload.train.alarm import TauWatch
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
+from remote_payload.train.bottleneck import Periodic
 from remote_payload.train.buckets import EpochPlan
 from remote_payload.train.checkpoint import folder_of
 from remote_payload.train.checkpoint_index import Best, CheckpointIndex
@@ -95,6 +96,7 @@ class Run:
     trained: collections.deque[tuple[int, Batch]] = dataclasses.field(default_factory=collections.deque)
     """Step (from 1) and batch of the rows since the last report, of all replicas."""
 
+    says_bottleneck: Periodic = dataclasses.field(default_factory=Periodic)
     training_s: float = 0.0
     """Seconds from the first step's start to the last step's end."""
 

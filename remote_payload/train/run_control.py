@@ -172,8 +172,8 @@ class ThreadStatus:
         self.busy_s = 0.0
         self.waited_s = 0.0
         self._since = time.monotonic()
-        self.recent: collections.deque[tuple[float, bool]] = collections.deque(maxlen=64)
-        """The newest spans (seconds, whether waiting), for the share of time spent waiting."""
+        self.recent: collections.deque[tuple[float, str]] = collections.deque(maxlen=64)
+        """The newest spans (seconds, state), for the share of time spent waiting."""
 
     def enter(
         self,
@@ -190,7 +190,7 @@ class ThreadStatus:
             self.waited_s += spent
         else:
             self.busy_s += spent
-        self.recent.append((spent, waiting))
+        self.recent.append((spent, self.state))
         self._since = now
         self.state = state
         self.step = self.step if step is None else step
@@ -198,11 +198,11 @@ class ThreadStatus:
         self.samples = self.samples if samples is None else samples
         self.last_sign = time.time()
 
-    def waiting_share(self) -> float:
-        """Share of the last spans, the present one among them, that was waiting."""
-        spans = [*self.recent, (time.monotonic() - self._since, self.state.startswith("waiting"))]
+    def waiting_share(self, state: str = "waiting") -> float:
+        """Share of the last spans, the present one among them, in states that begin with `state`."""
+        spans = [*self.recent, (time.monotonic() - self._since, self.state)]
         total = sum(spent for spent, _ in spans)
-        return sum(spent for spent, waiting in spans if waiting) / total if total else 0.0
+        return sum(spent for spent, seen in spans if seen.startswith(state)) / total if total else 0.0
 
     def record(self) -> dict[str, object]:
         """The thread's entry in progress.json."""

@@ -6,6 +6,7 @@ hands snapshots to the evaluator. What all must do together travels with the gra
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, empty_row
+from remote_payload.train.bottleneck import Waiting
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.metrics import StepClock
@@ -238,6 +240,21 @@ def report(
         f"step {run.step:>5}/{run.steps}  loss {loss}  tau~ {tau}  grad {taken.norm:.2f}  lr {rate:.1e}"
         f"  {rates['tokens_per_s']:,.0f} tokens/s  {rates['step_s']:.3f} s/step"
     )
+    if run.says_bottleneck.due() or run.step == run.steps:
+        say_bottleneck(run)
+
+
+def say_bottleneck(run: Run) -> None:
+    """Say which side of the pipeline holds up the other."""
+    waiting = Waiting.of(run.progress.threads)
+    run.events.write(
+        "pipeline",
+        step=run.step,
+        **dataclasses.asdict(waiting),
+        queues=run.progress.queue_depths(),
+        bottleneck=waiting.bottleneck,
+    )
+    run.log(f"step {run.step}: {waiting.words()}")
 
 
 def say_step_down(run: Run, replica: Replica, down: StepDown) -> None:
