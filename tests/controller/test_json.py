@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from controller.changes import change_record
+from controller.checkup import Report
 from controller.commands.launch import launch_record
+from controller.doctor import Check
 from controller.exporting import Exported
 from controller.inventory import Host
 from controller.launch import LaunchedRun
@@ -18,6 +20,7 @@ from controller.pull import Pulled
 from controller.resuming import Resumed
 from controller.run_state import RunState
 from controller.status import state_record
+from remote_payload.pruning import Item
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
 
@@ -43,6 +46,9 @@ RUN = LaunchedRun("id", "/run", "/payload", "digest", Path("/mirror"))
         ("launch", set(launch_record(RUN, HOST))),
         ("resume", fields(Resumed)),
         ("pull", fields(Pulled)),
+        ("doctor", set(Report(HOST, [], None).to_json())),
+        ("doctor checks", fields(Check)),
+        ("prune items", fields(Item)),
         ("export", fields(Exported)),
         ("runs", fields(Row)),
         ("watch", set(change_record(RunState(), None))),
