@@ -6,8 +6,10 @@ fences, so that none of it becomes a link, a mention or an image.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from controller import __version__
 from controller.health import age_text
@@ -18,6 +20,7 @@ from controller.run_state import RunState
 from controller.text import safe_lines
 
 LOG_LINES = 40
+NOTE = "dflashctl removed what it knows as secrets, homes, users and hosts; read it before you publish it"
 
 
 def issue_report(
@@ -34,11 +37,16 @@ def issue_report(
     return redacted(text, users=users, hosts=None if hosts else private)
 
 
+def local_users() -> set[str]:
+    """The names under which this machine's user may stand in paths."""
+    return {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path.home().name} - {""}
+
+
 def _lines(state: RunState, log: Sequence[str]) -> list[str]:
     crash, diagnosis, progress = state.first_crash, state.diagnosis, state.progress
     health = state.health
     title = crash.error if crash else health.detail or health.headline
-    lines = [f"# {_one_line(title) or health.headline}", ""]
+    lines = [f"# {_one_line(title) or health.headline}", "", f"<!-- {NOTE} -->"]
     about = [
         ("state", f"{health.headline}" + (f": {health.detail}" if health.detail else "")),
         ("run", f"{state.job_name or '?'}, attempt {state.attempt}"),

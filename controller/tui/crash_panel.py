@@ -5,21 +5,19 @@ A run that was killed or lost has no traceback; then the log's last lines stand 
 
 from __future__ import annotations
 
-import re
 import textwrap
 
-from rich.style import Style
 from rich.text import Text
 
 from controller.diagnose import Diagnosis
 from controller.health import Word
+from controller.run_records import Crash
 from controller.run_state import RunState
 from controller.text import safe_lines
 from controller.tui import figures
 from controller.tui.lines import line, remote
-from controller.tui.palette import BAD, FAINT, HEADING, KEY, LABEL, ORANGE, PLAIN, VALUE
-
-OWN_FRAMES = Style(color=ORANGE, bold=True)
+from controller.tui.palette import BAD, HEADING, KEY, LABEL, PLAIN, VALUE
+from controller.tui.traceback_lines import traceback_lines
 
 
 def has_crash(state: RunState) -> bool:
@@ -54,13 +52,49 @@ def crash_lines(state: RunState, width: int) -> list[Text]:
         if crash.samples:
             rows.append(line(("samples ", LABEL), remote(crash.samples, PLAIN)))
         rows.append(line(("Traceback", HEADING), (f"  crash/{remote(crash.file).plain}", LABEL)))
-        rows += _traceback(crash.traceback, width)
-        if crash.memory:
-            rows.append(line(("Memory at that moment", HEADING)))
-            rows += [line("  ", Text(text, style=PLAIN)) for text in safe_lines(crash.memory)]
-    elif state.last_words:
+        rows += traceback_lines(crash.traceback, width)
+        rows += memory_lines(state, crash)
+    if state.last_words:
         rows.append(line(("The log's last lines", HEADING)))
         rows += [line("  ", remote(text, PLAIN)) for text in state.last_words]
+    return rows
+
+
+def memory_lines(state: RunState, crash: Crash) -> list[Text]:
+    """The memory of the crash's device: by the crash's own word, or by the last progress before it."""
+    if crash.memory:
+        rows = [line(("Memory at that moment", HEADING))]
+        return rows + [line("  ", Text(text, style=PLAIN)) for text in safe_lines(crash.memory)]
+    devices = state.progress.devices if state.progress else ()
+    device = next((one for one in devices if one.device == crash.device), None)
+    if device is None or device.allocated_gib is None:
+        return []
+    before = ""
+    if crash.t is not None and state.progress is not None and state.progress.t is not None:
+        seconds = abs(crash.t - state.progress.t)
+        before = f", {seconds:.0f}s {'before' if state.progress.t <= crash.t else 'after'}"
+    rows = [line((f"Memory of {crash.device}", HEADING), (f"  by the last progress{before}", LABEL))]
+    figure = line("  ")
+    for name, value in (
+        ("allocated", device.allocated_gib), ("reserved", device.reserved_gib), ("peak", device.peak_gib),
+        ("of", device.total_gib),
+    ):  # fmt: skip
+        if value is not None:
+            figure.append(f"{name} ", style=LABEL)
+            figure.append(f"{value:.1f} ", style=VALUE)
+    figure.append("GiB", style=LABEL)
+    return [*rows, figure]
+
+
+def other_crashes(state: RunState, width: int) -> list[Text]:
+    """The threads that failed after the first, with their tracebacks."""
+    rows: list[Text] = []
+    for crash in state.crashes[1:]:
+        where = " ".join(filter(None, (crash.role, crash.device)))
+        title = line(("✗ ", BAD), remote(crash.thread or "a thread", BAD), remote(f" ({where})", PLAIN))
+        if crash.t is not None and state.first_crash and state.first_crash.t is not None:
+            title.append(f" {max(0.0, crash.t - state.first_crash.t):.1f}s later", style=LABEL)
+        rows += [line(), title, *traceback_lines(crash.traceback, width)]
     return rows
 
 
@@ -76,38 +110,4 @@ def _diagnosis(diagnosis: Diagnosis | None, width: int) -> list[Text]:
         parts = textwrap.wrap(text, max(20, width - 7)) or [""]
         rows.append(line((f"{label} ", KEY), (parts[0], style)))
         rows += [line("     ", (part, style)) for part in parts[1:]]
-    return rows
-
-
-_PAYLOAD = re.compile(r"/[^\s\"]*/payloads/[0-9a-f]{8,}/")
-_PACKAGES = re.compile(r"/[^\s\"]*/(?:site|dist)-packages/|/[^\s\"]*/lib/python3[0-9.]*/")
-
-
-def _traceback(text: str, width: int) -> list[Text]:
-    """The traceback's lines; frames of this project stand out, those of libraries step back.
-
-    Folders that say nothing (the payload's digest, site-packages) are left out, so that the line number
-    is still on a narrow screen; what is still too long is folded.
-    """
-    rows = []
-    own = False
-    lines = safe_lines(text)
-    if lines and lines[0].startswith("Traceback (most recent call last)"):
-        del lines[0]  # the heading says so
-    for number, content in enumerate(lines):
-        frame = content.lstrip().startswith('File "')
-        if frame:
-            own = "/remote_payload/" in content
-            content = _PACKAGES.sub("", _PAYLOAD.sub("", content))
-        if number == len(lines) - 1 and content.strip():
-            style = BAD
-        elif not content.startswith(" "):
-            own, style = False, PLAIN
-        elif frame:
-            style = OWN_FRAMES if own else LABEL
-        else:
-            style = VALUE if own else FAINT
-        for start in range(0, max(1, len(content)), max(20, width)):
-            part = content[start : start + max(20, width)]
-            rows.append(Text(part, style=style, no_wrap=True, end=""))
     return rows

@@ -60,6 +60,11 @@ class LogView(LogWindow):
         return self._page.search
 
     @property
+    def selecting(self) -> bool:
+        """Whether lines are selected."""
+        return self._selected is not None
+
+    @property
     def prefixes(self) -> tuple[str, ...]:
         """Ranks and threads that lines begin with."""
         return self._page.prefixes

@@ -16,6 +16,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
 
+from controller.issue_report import issue_report, local_users
 from controller.run_state import RunState
 from controller.tui.arrangement import Arrangement, arrange, gpus_per_row
 from controller.tui.bucket_panel import bucket_lines
@@ -35,6 +36,7 @@ from controller.tui.overview import (
 )
 from controller.tui.palette import KEY, LABEL, TAB_ON, WARN
 from controller.tui.thread_panel import event_lines, thread_lines
+from controller.tui.thread_tab import thread_tab_lines
 
 TABS = ("log", "curves", "threads", "events")
 SMALL_ROWS = 34
@@ -169,9 +171,11 @@ class RunScreen(Screen[None]):
         self.draw()
 
     def copied_text(self) -> str:
-        """What a copy takes: how the run died, or what the tab shows."""
-        if self._crash_shown:
-            return "\n".join(text.plain for text in self._view("crash").lines)
+        """What a copy takes: selected lines of the log, how the run died, or what the tab shows."""
+        if self.tab == "log" and self.log_view.selecting:
+            return self.log_view.visible_text()
+        if self._crash_shown or (self.tab == "threads" and has_crash(self._state)):
+            return issue_report(self._state, self._state.last_words, users=local_users())
         if self.tab in ("threads", "events", "curves"):
             return "\n".join(text.plain for text in self._view(self.tab).lines)
         return self.log_view.visible_text()
@@ -239,7 +243,7 @@ class RunScreen(Screen[None]):
         self._lines("footer", [self._footer_line()])
         self._draw_panels()
         if self.tab == "threads":
-            self._view("threads").set_lines(thread_lines(state, width - 1))
+            self._view("threads").set_lines(thread_tab_lines(state, width - 1))
         elif self.tab == "events":
             self._view("events").set_lines(event_lines(state, width))
         elif self.tab == "curves":
@@ -273,7 +277,8 @@ class RunScreen(Screen[None]):
 
     @property
     def _crash_shown(self) -> bool:
-        return has_crash(self._state) and not self._crash_hidden and not self._zoomed
+        hidden = self._crash_hidden or self._zoomed or self.tab == "threads"  # which has it
+        return has_crash(self._state) and not hidden
 
     def _arrange(self) -> None:
         """Give rows to widgets; only when the arrangement has changed."""
@@ -286,7 +291,10 @@ class RunScreen(Screen[None]):
             buckets=len(progress.buckets) if progress else 0,
             threads=len(progress.threads) if progress else 0,
             detail=not crash and detail_line(state, size.width) is not None,
-            zoomed=self._zoomed or self.tab == "curves" or (self.tab != "log" and size.height < SMALL_ROWS),
+            zoomed=self._zoomed
+            or self.tab == "curves"
+            or (self.tab == "threads" and has_crash(state))
+            or (self.tab != "log" and size.height < SMALL_ROWS),
             crash=len(crash_lines(state, size.width - 4)) if crash else 0,
         )
         if arrangement == self._arrangement:

@@ -30,6 +30,8 @@ def thread_lines(state: RunState, width: int) -> list[Text]:
     if progress is None or not progress.threads:
         return [*rows, line(("  not known yet", LABEL))]
     names = "  " + " ".join(f"{name:<{columns}}" for name, columns in _COLUMNS) + " waited"
+    if state.ended:
+        names = names.replace("sign  ", "before")  # the end
     rows.append(line((names, LABEL)))
     failed = {crash.thread for crash in state.crashes}
     first = state.first_crash.thread if state.first_crash else ""
@@ -49,7 +51,7 @@ def _cell(text: str, columns: int) -> str:
 
 def _thread(thread: Thread, state: RunState, failed: bool) -> Text:
     bad = failed or thread.state == "failed"
-    age = state.container_age(thread.last_sign)
+    age = _age(thread, state)
     quiet = age is not None and age > SILENT_S and not state.ended and thread.state != "ended"
     style = BAD if bad else PLAIN
     shape = "✗" if bad else "!" if quiet else "·"
@@ -70,6 +72,14 @@ def _thread(thread: Thread, state: RunState, failed: bool) -> Text:
         (f"{sign:<7}", WARN if quiet else LABEL if state.ended else VALUE),
         (f" {figures.share(waited):>6}", FAINT if state.ended else VALUE),
     )
+
+
+def _age(thread: Thread, state: RunState) -> float | None:
+    """Seconds since its last sign; of a run that has ended, until the trainer's last record."""
+    last = state.progress.t if state.progress else None
+    if not state.ended or last is None or thread.last_sign is None:
+        return state.container_age(thread.last_sign)
+    return max(0.0, last - thread.last_sign)
 
 
 def event_lines(state: RunState, width: int) -> list[Text]:

@@ -74,6 +74,27 @@ async def test_y_copies_to_the_terminal_and_a_file_and_says_where(open_run: Open
         (copied,) = (tmp_path / "state-home").rglob("copied.txt")
         assert "CUDA graph trees" in copied.read_text()
         assert pilot.app.clipboard == copied.read_text().rstrip("\n")
+        assert "/root" not in copied.read_text()
+        assert "10.1.2.6" not in copied.read_text()
+
+
+async def test_the_threads_tab_of_a_dead_run_has_the_failed_first_and_their_tracebacks_below(
+    open_run: Open,
+) -> None:
+    async with open_run("dead_thread", (120, 60)) as pilot:
+        await pilot.press("3")
+        await pilot.pause()
+        shown = screen_text(pilot)
+        order = [
+            "✗ drafter-1", "✗ drafter-0", "· reader", "drafter-1 (drafter cuda:7) failed first", "what CUDA",
+            '▸ File "remote_payload/train/pipeline.py", line 188', "AssertionError", "Memory of cuda:7",
+            "The log's last lines", "drafter-0 (drafter cuda:6) 1.0s later", "BrokenBarrierError",
+        ]  # fmt: skip
+        place = 0
+        for text in order:
+            place = shown.index(text, place)
+        await pilot.press("y")
+        assert "## First failure: drafter-1" in pilot.app.clipboard
 
 
 async def test_question_mark_lists_every_binding(open_run: Open) -> None:
