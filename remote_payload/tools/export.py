@@ -142,6 +142,8 @@ def _read(
     """Sizes, weights as the checkpoint has them (the masters for float32), as `dtype`, and its record."""
     try:
         wrong = checkpoint.damage(source)
+        if not source.is_dir():
+            raise FileNotFoundError(2, "it is not there any more")
         if wrong is not None:
             raise JobError(f"{source} is damaged ({wrong}); name another checkpoint")
         config, stored = read_released(source)

@@ -124,7 +124,20 @@ def _measured(card: Card) -> list[str]:
         return ["## Measured", "", f"Step {card.step} was not evaluated during training.", ""]
     places = range(1, len(found["acceptance"]) + 1)
     conditional = found.get("conditional_acceptance") or []
-    ties = found.get("diverged_allowed")
+    told = [
+        f"Measured at step {card.step} by the run itself: real greedy speculative decoding of"
+        f" {found.get('prompts')} held-out prompts (`{card.job.held_out}`), up to"
+        f" {card.job.eval_max_new_tokens} new tokens each, {found.get('tokens')} in all."
+    ]
+    if "text_equal" in found:
+        ties = found.get("diverged_allowed")
+        more = f", {ties} part from it at a tie of its two best logits" if ties else ""
+        told.append(f"{found['text_equal']} texts equal the target's own{more}.")
+    if "plain_tokens_per_s" in found:
+        told.append(
+            f"One text at a time, beside training: {found['tokens_per_s']:.1f} tokens/s, and"
+            f" {found['plain_tokens_per_s']:.1f} by plain decoding."
+        )
     return [
         "## Measured",
         "",
@@ -132,13 +145,7 @@ def _measured(card: Card) -> list[str]:
         " paper's): the mean number of tokens that one pass of the target gives, of at most"
         f" {card.config.block_size}.",
         "",
-        f"Measured at step {card.step} by the run itself: real greedy speculative decoding of"
-        f" {found['prompts']} held-out prompts (`{card.job.held_out}`), up to {card.job.eval_max_new_tokens}"
-        f" new tokens each, {found['tokens']} in all. {found['text_equal']} texts equal the target's own"
-        + (f", {ties} part from it at a tie of its two best logits" if ties else "")
-        + ". One text at a time, beside training:"
-        f" {found['tokens_per_s']:.1f} tokens/s, and {found['plain_tokens_per_s']:.1f} by plain decoding."
-        " `dflashctl evaluate` measures anew.",
+        " ".join([*told, "`dflashctl evaluate` measures anew."]),
         "",
         "| position | accepted | of those that accepted the one before |",
         "|---|---|---|",
@@ -159,16 +166,15 @@ def _training(card: Card) -> list[str]:
         for field in dataclasses.fields(Job)
         if field.name not in RECIPE_LEFT_OUT
     ]
-    size = (
-        f"{data['samples']} samples ({data['usable']} used), {data['tokens']} tokens"
-        if data
-        else "size not known"
-    )
+    size = "size not known"
+    if data:
+        size = f"{data.get('samples')} samples ({data.get('usable')} used), {data.get('tokens')} tokens"
+    steps = "" if card.steps is None else f" of {card.steps}"
     seconds = "" if card.training_s is None else f" in {card.training_s:,.0f} s of training"
     return [
         "## Training",
         "",
-        f"- Run `{card.run}`, step {card.step} of {card.steps}{seconds}.",
+        f"- Run `{card.run}`, step {card.step}{steps}{seconds}.",
         f"- Data: `{card.job.dataset}`, {size}.",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in card.versions.items())}.",
         "",

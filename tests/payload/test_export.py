@@ -471,3 +471,31 @@ def test_the_tool_prints_json_or_the_path_and_refuses_in_one_sentence(
     assert tool.main([str(made.run_dir), "--device", "cuda:7"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines()[-1].startswith("export: exports/step-8 exists already")
+
+
+def test_a_run_of_an_older_version_that_knows_less_of_itself_is_exported_all_the_same(made: Made) -> None:
+    flat = made.flat[16]
+    checkpoint.save(made.run_dir, 16, config=CONFIG, weights=flat.named(flat.masters), training={}, record={})
+    made.write(
+        "checkpoints/step-16/evaluation.json", {"step": 16, "tau": 2.0, "tau_macro": 2.0, "acceptance": [0.5]}
+    )
+    (made.run_dir / rundir.EVENTS).unlink()
+    (made.run_dir / rundir.RUN).unlink()
+    card = (made.export(which="last") / "README.md").read_text()
+    assert "identity not known" in card and "size not known" in card and "Run `made-1`, step 16.\n" in card
+    assert "| 1 | 0.500 | - |" in card
+
+
+def test_a_checkpoint_that_the_run_lets_go_of_meanwhile_is_said_to_be_gone(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage = checkpoint.damage
+
+    def too_late(folder: Path) -> str | None:
+        shutil.rmtree(folder)
+        return damage(folder)
+
+    monkeypatch.setattr(checkpoint, "damage", too_late)
+    with pytest.raises(JobError, match=r"step-8: cannot be read .*not there any more.* try again"):
+        made.export()
+    assert made.exports() == []
