@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,18 @@ def test_what_training_refuses_is_tried_all_the_same_and_says_why_it_is_refused(
     records = list(probe.probe("cpu"))
     assert [record["refused"] for record in records] == ["not below torch 2.13", None]
     assert all(record["works"] for record in records)
+
+
+def test_the_page_about_json_has_exactly_the_keys_of_a_record(
+    answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "modes", lambda cuda: [probe.Mode("eager", None, "main", "forward")])
+    answers["eager"] = "print('{\\"step_ms\\": 1.5}')"
+    (record,) = probe.probe("cpu")
+    page = (PAYLOAD.parent / "docs" / "json.md").read_text()
+    section = page.partition("\n## probe\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {key for cell in cells for key in re.findall(r"`(\w+)`", cell)} == record.keys()
 
 
 def test_a_device_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
