@@ -91,7 +91,7 @@ def test_the_page_about_json_has_exactly_the_keys_of_a_record(
     answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "modes", lambda cuda: [probe.Mode("eager", None, "main", "forward")])
-    answers["eager"] = "print('{\\"step_ms\\": 1.5}')"
+    answers["eager"] = "print('{\"step_ms\": 1.5}')"
     (record,) = probe.probe("cpu")
     page = (PAYLOAD.parent / "docs" / "json.md").read_text()
     section = page.partition("\n## probe\n")[2].partition("\n## ")[0]
