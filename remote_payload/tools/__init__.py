@@ -1,1 +1,3 @@
-"""Programs around the trainer: prepare a dataset, evaluate a drafter."""
+"""Programs around the trainer: prepare a dataset, export a drafter, evaluate one."""
+
+import remote_payload.train  # noqa: F401 (its environment variables, before torch is imported)

@@ -318,7 +318,6 @@ def run(argv: Sequence[str], log: Log) -> tuple[Record, str]:
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit code: 0, 2 after one sentence about bad input, 1 without memory."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

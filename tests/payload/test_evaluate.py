@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -348,3 +351,14 @@ def test_records_of_shards_are_merged_by_the_command_as_well(
         assert ended.value.code == 2
     with pytest.raises(argparse.ArgumentTypeError, match="expected I/N"):
         tool.shard_of("1/0")
+
+
+def test_tools_let_waiting_threads_sleep_and_draw_no_bars_which_is_decided_before_torch_is_there() -> None:
+    """A thread that spins keeps its core from the one it waits for: seen, 30 times slower beside others."""
+    code = (
+        "import remote_payload.tools, os, sys; assert 'torch' not in sys.modules;"
+        " print(os.environ['OMP_WAIT_POLICY'], os.environ['TQDM_DISABLE'])"
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "TQDM_DISABLE")}
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["PASSIVE", "1"]
