@@ -46,8 +46,8 @@ SIGNATURES: tuple[Signature, ...] = (
         what="CUDA graph trees were used from a thread that torch did not start.",
         why="mode='reduce-overhead' keeps its graphs in thread-local storage that only the main thread"
         " and autograd's own have; before torch 2.13 any other thread fails this assertion.",
-        do="Set execution = 'compiled' (plain inductor, no graphs) or 'eager'; graphs captured by hand in"
-        " thread-local mode work in threads.",
+        do="Set execution = 'graph' (captured by hand in thread-local mode, which works in threads),"
+        " 'compiled' or 'eager'; `dflashctl probe` says which work there.",
         seen="measured, torch 2.11; pytorch #123177",
     ),
     _signature(
@@ -56,7 +56,7 @@ SIGNATURES: tuple[Signature, ...] = (
         what="A CUDA graph was replayed with an input that had moved in memory.",
         why="With cudagraph_trees = False inductor's older path takes parameters and buffers as static"
         " inputs, and several threads or replicas give it others than those it captured.",
-        do="Do not use inductor's CUDA graphs here: compile with dynamic=False and no graphs.",
+        do="Do not use inductor's CUDA graphs here: set execution = 'graph' (captured by hand) or 'compiled'.",
         seen="measured, torch 2.11",
     ),
     _signature(
