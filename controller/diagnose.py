@@ -56,7 +56,8 @@ SIGNATURES: tuple[Signature, ...] = (
         what="A CUDA graph was replayed with an input that had moved in memory.",
         why="With cudagraph_trees = False inductor's older path takes parameters and buffers as static"
         " inputs, and several threads or replicas give it others than those it captured.",
-        do="Use none of inductor's CUDA graphs here: set execution = 'graph', captured by hand, or 'compiled'.",
+        do="Use none of inductor's CUDA graphs here: set execution = 'graph' (captured by hand) or"
+        " 'compiled'.",
         seen="measured, torch 2.11",
     ),
     _signature(
