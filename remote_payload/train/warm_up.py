@@ -1,0 +1,43 @@
+"""What a replica's warm-up came to: the rung of the ladder, its times, and every rung that was left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remote_payload.train import execution
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDown:
+    """One rung of the ladder left for a lower one."""
+
+    old: str
+    new: str
+    reason: str
+
+
+@dataclasses.dataclass(slots=True)
+class WarmUp:
+    """What warm-up decided, and what it measured."""
+
+    execution: str
+    reason: str
+    seconds: float = 0.0
+    step_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of a forward and backward pass by rung, of those that were tried and worked."""
+    steps_down: list[StepDown] = dataclasses.field(default_factory=list)
+
+    @property
+    def eager_step_s(self) -> float | None:
+        """Seconds of an eager pass, where it was timed."""
+        return self.step_s.get(execution.EAGER)
+
+    @property
+    def compiled_step_s(self) -> float | None:
+        """Seconds of a compiled pass, where it was timed."""
+        return self.step_s.get(execution.COMPILED)
+
+    def down(self, new: str, reason: str) -> None:
+        """Leave the rung for a lower one."""
+        self.steps_down.append(StepDown(self.execution, new, reason))
+        self.execution, self.reason = new, reason
