@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,8 @@ from controller.errors import UsageError
 
 if TYPE_CHECKING:
     from controller.inventory import Host
+
+DTYPES = ("bfloat16", "float32", "float16")
 
 CheckpointOption = Annotated[
     str | None,
@@ -70,6 +73,7 @@ def export(
     from controller.exporting import export as export_run
     from controller.paths import find_run
 
+    _check(dtype, device)
     if to is not None and not pull:
         raise UsageError("--to and --no-pull exclude each other")
     directory = find_run(run)
@@ -102,7 +106,7 @@ def evaluate(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN|DIR]",
+            metavar="RUN|DIR",
             help="A run's id, or the folder of a drafter. The newest run if not given.",
             autocompletion=completion.runs,
         ),
@@ -158,6 +162,7 @@ def evaluate(
     from controller.evaluating import Question, evaluate_folder, evaluate_run, is_folder
     from controller.text import safe_lines
 
+    _check(dtype, device)
     question = Question(
         prompts=prompts, count=count, max_new_tokens=max_new_tokens, device=device, dtype=dtype
     )
@@ -186,6 +191,14 @@ def evaluate(
     else:
         print("\n".join(safe_lines(str(record.get("summary", "")))))
     return 0
+
+
+def _check(dtype: str | None, device: str) -> None:
+    """Refuse what the tools would refuse, before anybody is asked. Raises UsageError."""
+    if dtype not in (None, *DTYPES):
+        raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if not re.fullmatch(r"auto|cpu|cuda:\d+", device):
+        raise UsageError(f"--device {device}: expected auto, cpu or cuda:N")
 
 
 def _this_machine() -> Host:

@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from remote_payload import rundir
 from remote_payload.job import JobError
 from remote_payload.tools.prompt_files import read_prompt_ids
-from remote_payload.tools.subject import Subject, find_subject, resolved_target
+from remote_payload.tools.subject import Subject, device_name, find_subject, resolved_target
 from remote_payload.train.devices import compute_dtype, on_device, resolve_devices
 from remote_payload.train.evaluation import Evaluation, drafter_with
 from remote_payload.train.released import read_released
@@ -268,8 +268,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--count", type=_at_least(1), help="at most so many prompts (default all)")
     add("--max-new-tokens", type=_at_least(2), help="longest text (default: the job's, or 256)")
     add("--target", help="folder, Hugging Face id or package:NAME (default: what it was trained for)")
-    add("--device", default="auto", help="auto, cpu or cuda:N (default auto)")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of target and drafter")
+    add("--device", type=device_name, default="auto", help="auto, cpu or cuda:N (default auto)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of target and drafter")
     add("--shard", type=shard_of, default=(0, 1), metavar="I/N", help="prompts I modulo N alone")
     add("--cache", type=Path, help="folder for converted models (default: the workspace's)")
     add("--trust-remote-code", action="store_true", help="let Python code that comes with the target run")

@@ -35,7 +35,7 @@ from remote_payload.job import JobError, load
 from remote_payload.send import EXPORTS
 from remote_payload.tools.export_check import Check, check_export
 from remote_payload.tools.model_card import Card, model_card
-from remote_payload.tools.subject import ORIGIN, Log, chosen_checkpoint, is_run
+from remote_payload.tools.subject import ORIGIN, Log, chosen_checkpoint, device_name, is_run
 from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint_index import EVALUATION
 from remote_payload.train.devices import resolve_devices
@@ -281,7 +281,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--checkpoint", help="best, last or step-N (default: best, or last where none was evaluated)")
     add("--name", help="of the folder in exports/ (default: step-N)")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the tensors (default bfloat16)")
-    add("--device", default="cpu", help="where the check computes: cpu (default), auto or cuda:N")
+    add(
+        "--device",
+        type=device_name,
+        default="cpu",
+        help="where the check computes: cpu (default), auto or cuda:N",
+    )
     add("--force", action="store_true", help="replace an export of that name")
     add("--json", action="store_true", help="what was written as JSON on stdout")
     return parser.parse_args(argv)

@@ -6,7 +6,9 @@ A run directory knows everything by its `job.toml`. A folder knows its target wh
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,13 @@ class Subject:
     cpu_threads: int = 0
     identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The target's, when the drafter was written; empty when it is not known."""
+
+
+def device_name(text: str) -> str:
+    """A device as the tools take it, for argparse. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"auto|cpu|cuda:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected auto, cpu or cuda:N")
+    return text
 
 
 def chosen_checkpoint(run_dir: Path, which: str | None, log: Log) -> Path:

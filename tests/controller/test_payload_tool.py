@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from controller import evaluating, exporting
+from controller.cli import main
 from controller.errors import PayloadEnvironmentError, ToolError, UsageError
 from controller.evaluating import Question, evaluate_folder, evaluate_run, is_folder
 from controller.inventory import Host
@@ -260,3 +261,19 @@ def _pull_by(package: Path) -> Any:
         return pull(directory, *words, **options)
 
     return pulled
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export --dtype int8",
+        "export --device cuda",
+        "export --no-pull --to x",
+        "evaluate --dtype auto",
+        "evaluate --device gpu0",
+        "evaluate ./x --checkpoint last",
+        "evaluate run --target x",
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anybody_is_asked(line: str) -> None:
+    assert main(line.split()) == UsageError.exit_code

@@ -345,7 +345,13 @@ def test_records_of_shards_are_merged_by_the_command_as_well(
         (tmp_path / f"{number}.json").write_text(capsys.readouterr().out)
     assert tool.main(["--merge", str(tmp_path / "0.json"), str(tmp_path / "1.json"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prompts"] == 4
-    for words in (["--shard", "2/2"], ["--shard", "x"], ["--count", "0"], ["--max-new-tokens", "1"]):
+    for words in (
+        ["--shard", "2/2"],
+        ["--shard", "x"],
+        ["--device", "gpu0"],
+        ["--count", "0"],
+        ["--max-new-tokens", "1"],
+    ):
         with pytest.raises(SystemExit) as ended:
             tool.main([str(run_dir), *words])
         assert ended.value.code == 2
