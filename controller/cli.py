@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from controller.commands import control, drafters, launch, places, pull, watch
+from controller.commands import control, drafters, launch, places, pull, report, watch
 from controller.errors import (
     INTERNAL_EXIT_CODE,
     DflashctlError,
@@ -109,6 +109,7 @@ for command in (
     watch.tui,
     watch.watch,
     watch.runs,
+    report.report,
 ):
     app.command()(command)
 app.command("exec", context_settings=places.REST)(places.exec_)

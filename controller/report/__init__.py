@@ -1,0 +1,1 @@
+"""`dflashctl report`: one run as one HTML page that needs nothing but a browser."""
