@@ -111,7 +111,7 @@ def tui(run: Run = None) -> int:
     notes: list[str] = []  # the screen is the app's; what is to be said is said after it
     try:
         with notifying(directory, notes.append):
-            return run_tui(directory, new_mirror(directory))
+            return run_tui(directory, new_mirror(directory), new_mirror)
     finally:
         for note in notes:
             say(note)

@@ -1,36 +1,119 @@
-"""The list of keys, made of the bindings themselves."""
+"""The list of keys, made of the bindings themselves, and what each column of each panel means."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
+from textual.widget import Widget
 
-from controller.tui.lines import Lines, line
-from controller.tui.palette import HEADING, KEY, LABEL, PLAIN
+from controller.tui import run_list
+from controller.tui.curves import PLOTS
+from controller.tui.curves_view import CurvesView
+from controller.tui.lines import Lines, LineView, line
+from controller.tui.log_view import LogView
+from controller.tui.palette import HEADING, KEY, LABEL, PLAIN, VALUE
+
+Columns = tuple[tuple[str, str], ...]
+
+FIRST_LINES: Columns = (
+    ("● LIVE 1.2s", "state, and how old the newest news of it is"),
+    ("ETA", "until the last step, at the rate since warm-up"),
+    ("loss, ema", "of the newest step, and its debiased average over 50 steps"),
+    ("tau @12k", "tokens a round by real decoding, at the step of that evaluation"),
+    ("est", "the same as training's blocks promise it"),
+    ("best", "the best decoded tau so far"),
+    ("gnorm, lr", "norm of the gradient before clipping; learning rate"),
+    ("tok/s, step", "context tokens a second; seconds an optimizer step"),
+    ("MFU", "part of the GPUs' peak arithmetic that the model's own work is"),
+    ("ckpt", "step of the newest checkpoint, and how long ago"),
+    ("wait", "part of the last seconds that these threads waited for the others"),
+)
+
+GPU_COLUMNS: Columns = (
+    ("0 T", "number; T runs a target, D a drafter, - neither"),
+    ("bar, 97%", "utilisation by nvidia-smi; in trouble a word stands there"),
+    ("IDLE", "under 25 % although the run trains on it"),
+    ("FULL", "97 % of its memory is used"),
+    ("HOT", "88 °C, or a thermal limit"),
+    ("THROTTLED", "slowed by the board: power brake, hardware slowdown"),
+    ("LOST", "gone from nvidia-smi; its row stays"),
+    ("MIG", "cut into slices, which have no utilisation"),
+    ("71/140G", "memory used, and there"),
+    ("612W 64C", "power; temperature"),
+)
+
+BUCKET_COLUMNS: Columns = (
+    ("tokens", "lengths of the bucket's samples, [from, to)"),
+    ("batches done", "of this epoch's"),
+    ("share", "the bucket's part of all batches; the bar shows it too"),
+    ("pad", "part of its rows that is padding"),
+    ("tok/s", "context tokens a second in its batches"),
+    ("loss", "of its newest batches"),
+    ("peak", "most memory of a GPU in its batches"),
+)
+
+THREAD_COLUMNS: Columns = (
+    ("thread", "its name; the one that failed first stands first"),
+    ("device", "where it works"),
+    ("state", "what it does, or what it waits for"),
+    ("step, bucket", "what it works on"),
+    ("sign", "how long ago it last gave a sign"),
+    ("waited", "part of its time that it waited"),
+)
 
 
 class HelpScreen(ModalScreen[None]):
-    """All keys of the app."""
+    """All keys, and all columns."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "dismiss", "close")]
 
     def compose(self) -> ComposeResult:
-        """One panel."""
-        yield Lines()
+        """One panel that scrolls."""
+        yield LineView(id="help-lines")
+        yield Lines(id="help-keys")
 
     def on_mount(self) -> None:
-        """List the bindings."""
-        rows = [line(("Keys", HEADING)), line()]
-        for binding in self.app.BINDINGS:
-            assert isinstance(binding, Binding)
-            key = binding.key_display or binding.key
-            rows.append(line((f"{key:>4}  ", KEY), (binding.tooltip or binding.description, PLAIN)))
-        rows += [
-            line(),
-            line(("Reading the log: arrows, page keys; End follows again.", LABEL)),
-            line(("On a plot: + and - zoom, arrows pan, r resets.", LABEL)),
-        ]
-        self.query_one(Lines).set_lines(rows)
+        """List the bindings and the columns."""
+        rows = _keys("Keys", self.app)
+        rows += [_row("^p", "command palette: the same actions by name"), line()]
+        rows += [*_keys("On the log", LogView), line(), *_keys("On the curves", CurvesView), line()]
+        for title, columns in (
+            ("First lines", FIRST_LINES), ("GPUs", GPU_COLUMNS), ("Buckets", BUCKET_COLUMNS),
+            ("Threads", THREAD_COLUMNS),
+            ("Curves", tuple((plot.title, plot.help) for plot in PLOTS)),
+            ("Runs", tuple((name, text) for name, _, text in run_list.COLUMNS)),
+        ):  # fmt: skip
+            rows += [line((title, HEADING)), *(_row(name, text) for name, text in columns), line()]
+        view = self.query_one(LineView)
+        view.set_lines(rows)
+        view.focus()
+        keys = line((" ↑↓ PgDn", KEY), (" read on  ", LABEL), ("Esc", KEY), (" close", LABEL))
+        self.query_one("#help-keys", Lines).set_lines([keys])
+
+
+def _row(name: str, text: str) -> Text:
+    return line((f"{name:>13}  ", KEY if len(name) < 3 else VALUE), (text, PLAIN))
+
+
+def _keys(title: str, owner: Any | type[Widget]) -> list[Text]:
+    rows = [line((title, HEADING))]
+    for binding in owner.BINDINGS:
+        if isinstance(binding, Binding) and binding.tooltip:
+            names = binding.key_display or ", ".join(map(_named, binding.key.split(",")))
+            rows.append(line((f"{names:>13}  ", KEY), (binding.tooltip, PLAIN)))
+    return rows
+
+
+_NAMES = {"plus": "+", "minus": "-", "left": "←", "right": "→", "up": "↑", "down": "↓", "slash": "/"}
+
+
+def _named(key: str) -> str:
+    key = key.replace("shift+", "⇧").replace("ctrl+", "^")
+    start = key[:1] if key[:1] in "⇧^" else ""
+    return start + _NAMES.get(
+        key.removeprefix(start), key.removeprefix(start).capitalize() if len(key) > 2 else key
+    )

@@ -152,16 +152,17 @@ def learning_line(state: RunState, width: int) -> Text:
     if p.loss is None and not p.loss_is_nan and p.phase in ("loading", "warming_up"):
         return fitted([(0, "", _beginning(p))], width, mark)
     value = _value_style(state)
+    beside = FAINT if value is FAINT else PLAIN
     loss = line(("loss ", LABEL))
     loss.append("NaN" if p.loss_is_nan else figures.decimal(p.loss), style=BAD if p.loss_is_nan else value)
-    parts: list[Part] = [(0, "", loss), (3, " ", _figure("ema", figures.decimal(p.loss_ema), PLAIN))]
+    parts: list[Part] = [(0, "", loss), (3, " ", _figure("ema", figures.decimal(p.loss_ema), beside))]
     tau = _figure("tau", figures.decimal(p.tau, 2), value)
     parts.append((1, "  ", tau))
     if p.tau_step is not None and p.tau is not None:
         parts.append((6, "", line((f"@{figures.short(p.tau_step)}", LABEL))))
-    parts.append((2, " ", _figure("est", figures.decimal(p.tau_estimate, 2), PLAIN)))
+    parts.append((2, " ", _figure("est", figures.decimal(p.tau_estimate, 2), beside)))
     if p.best_tau is not None:
-        parts.append((4, " ", _figure("best", figures.decimal(p.best_tau, 2), PLAIN)))
+        parts.append((4, " ", _figure("best", figures.decimal(p.best_tau, 2), beside)))
         if p.best_step is not None and p.best_step != p.tau_step:
             parts.append((8, "", line((f"@{figures.short(p.best_step)}", LABEL))))
     parts.append((5, "  ", _figure("gnorm", figures.decimal(p.gradient_norm, 2), value)))
@@ -270,7 +271,7 @@ def flow_line(state: RunState, width: int) -> Text:
         return line(("pipeline: no figures yet", LABEL))
     value = _value_style(state)
     text = line()
-    for cells in (4, 1, 0):
+    for cells in (4, 1, 0, -1, -2):
         text = _flow(state, p, value, cells)
         if text.cell_len <= width:
             break
@@ -278,13 +279,14 @@ def flow_line(state: RunState, width: int) -> Text:
 
 
 def _flow(state: RunState, p: Progress, value: Style, cells: int) -> Text:
-    """The flow with bars of `cells` cells at its queues."""
+    """The flow with bars of `cells` cells at its queues; -1: without spaces, -2: without a verdict."""
+    arrow = " ▸ " if cells >= 0 else "▸"
     queues = {queue.name: queue for queue in p.queues}
     workers = Counter(thread.role for thread in p.threads)
     text = line(("reader", PLAIN))
 
     def queue(name: str) -> None:
-        text.append(" ▸ ", style=LABEL)
+        text.append(arrow, style=LABEL)
         q = queues.get(name)
         if q is None or q.depth is None or not q.capacity:
             text.append("–", style=LABEL)
@@ -293,10 +295,10 @@ def _flow(state: RunState, p: Progress, value: Style, cells: int) -> Text:
             if cells > 1:
                 full = round(cells * filled)
                 text.append("▰" * full + "▱" * (cells - full) + " ", style=value)
-            elif cells:
+            elif cells == 1:
                 text.append("▁▂▃▄▅▆▇█"[min(7, round(7 * filled))] + " ", style=value)
             text.append(f"{q.depth}/{q.capacity}", style=value)
-        text.append(" ▸ ", style=LABEL)
+        text.append(arrow, style=LABEL)
 
     def side(role: str, waiting: float | None) -> None:
         many = workers[role]
@@ -309,7 +311,7 @@ def _flow(state: RunState, p: Progress, value: Style, cells: int) -> Text:
     queue("features")
     side("drafter", p.drafters_wait_share)
     verdict = _bottleneck(p.targets_wait_share, p.drafters_wait_share)
-    if verdict and not state.ended:
+    if verdict and not state.ended and cells > -2:
         text.append(f"  {verdict}", style=FAINT if is_stale(state) else GOOD)
     return text
 

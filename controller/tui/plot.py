@@ -22,6 +22,9 @@ from controller.tui.palette import BAD, FAINT, LABEL, RULE_STYLE, VALUE
 LABEL_COLUMNS = 7
 """Columns left of the curves: the labels of the vertical axis, and the axis."""
 
+LEAST_LOG = 1e-100
+"""What is below is zero on a logarithmic scale, and so a gap."""
+
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -66,9 +69,9 @@ class Scale:
         """Where y lies, 0 (low) to 1 (high); None: it cannot be shown."""
         if not self.log:
             return (y - self.low) / (self.high - self.low)
-        if y <= 0:
+        if y < LEAST_LOG:
             return None
-        return math.log(y / self.low) / math.log(self.high / self.low)
+        return (math.log(y) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
 
 def scale_of(curves: Sequence[Curve], window: Window, *, log: bool) -> Scale | None:
@@ -77,7 +80,7 @@ def scale_of(curves: Sequence[Curve], window: Window, *, log: bool) -> Scale | N
         y
         for curve in curves
         for x, y in window.inside(curve.points)
-        if y is not None and window.start <= x <= window.end and (y > 0 or not log)
+        if y is not None and window.start <= x <= window.end and (y >= LEAST_LOG or not log)
     ]
     if not ys:
         return None
@@ -139,6 +142,7 @@ def _padded(lines: list[Text], width: int, height: int) -> list[Text]:
     lines += [Text() for _ in range(height - len(lines))]
     for text in lines:
         text.no_wrap, text.end = True, ""
+        text.truncate(max(0, width))
         text.pad_right(max(0, width - text.cell_len))
     return lines
 

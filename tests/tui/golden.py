@@ -294,8 +294,13 @@ def first_minute() -> Run:
         "phase": "loading", "step": 0, "eta_s": None, "loss": None, "loss_ema": None, "tau": None,
         "tau_estimate": None, "tau_step": None, "gradient_norm": None, "tokens_per_s": None,
         "step_s": None, "mfu_share": None, "execution": "", "checkpoint": None, "buckets": [],
+        "best": None, "anchor_coverage_share": None,
+        "wait": {"targets_share": None, "drafters_share": None}, "queues": {},
     }  # fmt: skip
-    run.events = run.events[:3]
+    for thread in run.progress["threads"]:
+        thread |= {"state": "loading" if thread["role"] == "target" else "waiting for a target", "step": None,
+                   "bucket": None, "busy_s": 9.0, "waited_s": 0.0}  # fmt: skip
+    run.events = [record for record in run.events[:3] if record["kind"] != "step"]
     run.log = run.log[:11]
     return run
 
@@ -426,6 +431,45 @@ def sixteen_gpus() -> Run:
     return Run(targets=12, drafters=4)
 
 
+def mig() -> Run:
+    """A GPU cut into slices: nvidia-smi has no utilisation for it, and the trainer sees a slice's uuid."""
+    run = Run(targets=1, drafters=1)
+    for row in run.gpu[0]["gpus"]:
+        row["mig"] = "Enabled"
+    for record in run.gpu[1:]:
+        for sample in record["gpus"].values():
+            sample |= {"utilization_share": None, "why": {"utilization_share": "[N/A]"}}
+    assert run.progress is not None
+    for number, device in enumerate(run.progress["devices"]):
+        device["uuid"] = f"MIG-00000000-0000-0000-0000-00000000000{number}"
+    return run
+
+
+def stale_heartbeat() -> Run:
+    """The container answers, the trainer works, but the supervisor has written nothing for 45 s."""
+    run = healthy()
+    run.status_age = 45.0
+    return run
+
+
+def two_hosts() -> Run:
+    """The second host of a run of two."""
+    run = healthy()
+    run.run |= {"id": "1129-wide", "host": "10.1.2.7", "hosts": ["10.1.2.6", "10.1.2.7"],
+                "place": "gpu2/200", "rank": 1}  # fmt: skip
+    return run
+
+
+def wide_text() -> Run:
+    """Characters two columns wide, combining ones and emoji where names stand."""
+    run = healthy()
+    run.run |= {"place": "機械/二百", "id": "1129-a7f3"}
+    assert run.progress is not None
+    run.progress["threads"][1] |= {"name": "目標スレッド零号機", "state": "前進 🙂 e\u0301"}
+    run.log += ["訓練 " * 40, "e\u0301" * 30]
+    return run
+
+
 def finished() -> Run:
     """All steps were made."""
     run = healthy()
@@ -469,7 +513,7 @@ SITUATIONS: dict[str, Callable[[], Run]] = {
     f.__name__: f
     for f in (
         healthy, first_minute, nan_loss, dead_thread, killed, lost, no_news, reconnecting, stalled, no_gpu,
-        gpu_lost, sixteen_gpus, finished, stopped, hostile_text,
+        gpu_lost, sixteen_gpus, mig, stale_heartbeat, two_hosts, wide_text, finished, stopped, hostile_text,
     )
 }  # fmt: skip
 

@@ -19,9 +19,9 @@ from remote_payload import rundir
 from tests.tui import golden
 
 
-async def _picture(directory: Path, size: tuple[int, int], keys: list[str]) -> str:
+async def _picture(directory: Path, size: tuple[int, int], keys: list[str], now: float | None) -> str:
     mirror = rundir.read_whole(directory / "mirror.json") or {}
-    now = float(mirror.get("t") or time.time())
+    now = float(mirror.get("t") or time.time()) if now is None else now
     app = RunApp(directory, clock=lambda: now, period_s=None)
     async with app.run_test(size=size) as pilot:
         for key in ["", *keys]:
@@ -37,9 +37,11 @@ def main(name: str, target: str, size: str = "132x40", *keys: str) -> None:
     os.environ["TEXTUAL_ANIMATIONS"] = "none"
     width, height = map(int, size.split("x"))
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_STATE_HOME"] = f"{folder}/state"  # nothing of this machine is in the picture
         built = golden.SITUATIONS.get(name)
         directory = built().write(Path(folder)) if built else Path(name)
-        svg = asyncio.run(_picture(directory, (width, height), list(keys)))
+        now = golden.NOW if built else None
+        svg = asyncio.run(_picture(directory, (width, height), list(keys), now))
     # Fonts of the reader's own machine: a picture loads nothing from elsewhere.
     svg = re.sub(r"@font-face\s*\{.*?\}\s*", "", svg, flags=re.S)
     svg = svg.replace("Fira Code", "Fira Code, DejaVu Sans Mono, Menlo, Consolas")

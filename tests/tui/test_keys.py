@@ -153,4 +153,4 @@ async def test_what_is_not_visible_is_not_drawn(open_run: Open) -> None:
         app = pilot.app
         assert isinstance(app, RunApp)
         for name in ("threads", "events"):
-            assert not app.query_one(f"#{name}", LineView).lines
+            assert not app.screen.query_one(f"#{name}", LineView).lines

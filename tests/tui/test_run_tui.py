@@ -109,6 +109,77 @@ def test_a_run_that_goes_on_is_redrawn_every_second(tmp_path: Path) -> None:
         terminal.close()
 
 
+FAILING = """
+import sys
+from pathlib import Path
+from controller.tui import app, run_screen
+
+def broken(self):
+    secret = "what the log said"
+    raise ZeroDivisionError("[a defect] of the view")
+
+app.RunApp.action_redraw = broken
+sys.exit(app.run_tui(Path(sys.argv[1]), None))
+"""
+
+
+def test_a_defect_of_the_view_leaves_the_terminal_whole_and_one_line_that_says_where_its_report_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", FAILING)
+    terminal = Terminal(golden.healthy().write(tmp_path / "run"))
+    try:
+        terminal.read_until(b"1129-a7f3", 30)
+        os.write(terminal.master, b"\x0c")
+        assert terminal.finish(20) == 99
+        assert b"\x1b[?1049l" in terminal.output
+        after = terminal.output.rpartition(b"\x1b[?1049l")[2].decode()
+        assert "error: the view failed, a defect of dflashctl; the run goes on; its report: " in after
+        assert "Traceback" not in after
+        assert termios.tcgetattr(terminal.slave) == terminal.before
+        (report,) = (tmp_path / "state-home").rglob("tui-crash-*.txt")
+        assert str(report) in after.replace("\r\n", "")
+        said = report.read_text()
+        assert "ZeroDivisionError: [a defect] of the view" in said
+        assert "run: 1129-a7f3" in said
+        assert "what the log said" not in said.replace('secret = "what the log said"', "")
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_view_leaves_the_terminal_whole(number: int, tmp_path: Path) -> None:
+    terminal = Terminal(golden.healthy().write(tmp_path))
+    try:
+        terminal.read_until(b"detach", 30)
+        os.kill(terminal.child.pid, number)
+        assert terminal.finish(10) == 0
+        assert b"\x1b[?1049l" in terminal.output
+        assert termios.tcgetattr(terminal.slave) == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_ctrl_z_gives_the_terminal_back_and_a_continued_view_draws_itself_anew(tmp_path: Path) -> None:
+    terminal = Terminal(golden.healthy().write(tmp_path))
+    try:
+        terminal.read_until(b"detach", 30)
+        os.write(terminal.master, b"\x1a")
+        terminal.read_until(b"\x1b[?1049l", 10)
+        until = time.monotonic() + 10
+        while Path(f"/proc/{terminal.child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < until, "it does not sleep"
+            time.sleep(0.02)
+        terminal.output = b""
+        os.kill(terminal.child.pid, signal.SIGCONT)
+        terminal.read_until(b"\x1b[?1049h", 10)
+        terminal.read_until(b"1129-a7f3", 10)
+        os.write(terminal.master, b"q")
+        assert terminal.finish(10) == 0
+    finally:
+        terminal.close()
+
+
 def test_without_a_terminal_it_says_what_to_use_instead(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a terminal"):
         run_tui(tmp_path, None)

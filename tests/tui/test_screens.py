@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.run_reader import RunReader
+from controller.run_state import RunState
 from controller.tui.arrangement import arrange
-from controller.tui.overview import status_line
+from controller.tui.overview import learning_line, status_line
 from controller.tui.palette import OKABE_ITO
 from tests.tui import golden
 from tests.tui.conftest import Open, app_of, screen_text
 
 SNAPSHOTS = [
     ("healthy", (60, 20)), ("healthy", (80, 24)), ("healthy", (160, 48)), ("dead_thread", (80, 24)),
-    ("dead_thread", (160, 48)), ("no_news", (60, 20)), ("reconnecting", (80, 24)), ("no_gpu", (80, 24)),
+    ("dead_thread", (160, 48)), ("no_news", (60, 20)), ("lost", (60, 20)), ("reconnecting", (80, 24)),
+    ("no_gpu", (80, 24)), ("first_minute", (80, 24)), ("nan_loss", (160, 48)), ("gpu_lost", (80, 24)),
+    ("sixteen_gpus", (80, 24)), ("mig", (80, 24)), ("two_hosts", (80, 24)), ("stale_heartbeat", (80, 24)),
+    ("wide_text", (160, 48)),
 ]  # fmt: skip
 
 
@@ -37,12 +43,41 @@ def test_the_screen_is_as_it_was_approved(
     assert snap_compare(app, terminal_size=size, run_before=settle)
 
 
+KEYS = [
+    ("curves", (80, 24), ["2"]), ("curves", (160, 48), ["2"]),
+    ("cursor_zoom_log", (80, 24), ["2", "plus", "left", "left", "left", "L", "enter"]),
+    ("light", (160, 48), ["ctrl+t"]), ("stop", (80, 24), ["S"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "size", "keys"), KEYS, ids=[f"{what}-{size[0]}x{size[1]}" for what, size, _ in KEYS]
+)
+def test_what_keys_show_is_as_it_was_approved(
+    what: str, size: tuple[int, int], keys: list[str], snap_compare: Any, tmp_path: Path
+) -> None:
+    app = app_of(golden.healthy(), tmp_path / "run")
+
+    async def press(pilot: Any) -> None:
+        await pilot.pause()
+        for key in keys:
+            await pilot.press(key)
+            await pilot.pause()
+        app._run_screen._note = ""  # a note would go by itself, at some moment
+        app._run_screen.draw()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=press)
+
+
 FIRST_WORDS = {
     "healthy": "● LIVE 1.2s", "first_minute": "● LIVE 1.2s", "nan_loss": "● LIVE 1.2s",
     "dead_thread": "✗ FAILED rc=1", "killed": "✗ KILLED SIGKILL", "lost": "† LOST",
     "no_news": "○ STALE 40s", "reconnecting": "↻ RECONNECTING #3 next 8s", "stalled": "▲ STALLED 75s",
     "no_gpu": "● LIVE 1.2s", "gpu_lost": "● LIVE 1.2s", "sixteen_gpus": "● LIVE 1.2s",
-    "finished": "✓ FINISHED", "stopped": "■ STOPPED", "hostile_text": "● LIVE 1.2s",
+    "mig": "● LIVE 1.2s", "stale_heartbeat": "▲ STALLED 45s", "two_hosts": "● LIVE 1.2s",
+    "wide_text": "● LIVE 1.2s", "finished": "✓ FINISHED",
+    "stopped": "■ STOPPED", "hostile_text": "● LIVE 1.2s",
 }  # fmt: skip
 
 
@@ -193,6 +228,96 @@ async def test_no_color_leaves_no_colour(open_run: Open, monkeypatch: pytest.Mon
         assert pilot.app.no_color
         svg = pilot.app.export_screenshot()
         assert not [colour for colour in OKABE_ITO[1:] if colour.lower() in svg.lower()]
+
+
+async def test_the_light_theme_uses_only_colours_of_okabe_and_ito_and_greys_and_is_remembered(
+    open_run: Open, tmp_path: Path
+) -> None:
+    async with open_run("nan_loss", (160, 48)) as pilot:
+        dark = colours(pilot.app.export_screenshot())
+        await pilot.press("ctrl+t")
+        await pilot.pause()
+        light = colours(pilot.app.export_screenshot())
+        for found, paper in ((dark, "#101317"), (light, "#fbfbf8")):
+            assert paper in found
+            assert not {c for c in found if not is_grey(c)} - {c.lower() for c in OKABE_ITO}
+        assert "#56b4e9" in dark, "headings"
+        assert "#0072b2" in light, "headings that can be read on paper"
+    assert (tmp_path / "state-home/dflashctl/tui-theme").read_text() == "okabe-ito-light\n"
+    assert app_of(golden.healthy(), tmp_path / "again").theme == "okabe-ito-light"
+
+
+def colours(svg: str) -> set[str]:
+    """Of the terminal's cells; those of the window around it are none of ours."""
+    return {c.lower() for c in re.findall(r"fill[:=]\s*\"?(#[0-9a-fA-F]{6})", svg)} - WINDOW
+
+
+WINDOW = {"#ff5f57", "#febc2e", "#28c840", "#292929", "#c5c8c6"}
+
+
+def is_grey(colour: str) -> bool:
+    """Whether red, green and blue are nearly the same."""
+    parts = [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+    return max(parts) - min(parts) < 24
+
+
+async def test_sixteen_gpus_scroll_and_those_out_of_sight_are_said_when_in_trouble(open_run: Open) -> None:
+    run = golden.sixteen_gpus()
+    for record in run.gpu[-6:]:
+        record["gpus"][golden._uuid(15)] |= {"utilization_share": 0.1}
+    async with open_run(run, (80, 24)) as pilot:
+        shown = screen_text(pilot)
+        assert "rows 1-5 of 8 [ ]  ! IDLE 15" in shown
+        assert "Buckets" in shown
+        await pilot.press(*["right_square_bracket"] * 9)
+        await pilot.pause()
+        shown = screen_text(pilot)
+        assert "rows 4-8 of 8 [ ] ─" in shown
+        assert "15 D  IDLE" in shown
+        await pilot.press("left_square_bracket")
+        await pilot.pause()
+        assert "rows 3-7 of 8" in screen_text(pilot)
+
+
+async def test_a_gpu_in_slices_says_so_and_has_its_role(open_run: Open) -> None:
+    async with open_run("mig") as pilot:
+        shown = screen_text(pilot)
+        assert "2 × H200 (MIG)" in shown
+        assert "0 T  MIG" in shown
+        assert "1 D  MIG" in shown
+
+
+async def test_a_host_of_a_run_of_two_says_which_it_is(open_run: Open) -> None:
+    async with open_run("two_hosts") as pilot:
+        assert "1129-wide host 2/2" in screen_text(pilot).split("\n")[0]
+
+
+async def test_what_goes_when_the_screen_gets_narrower_goes_in_the_order_of_its_importance() -> None:
+    def parts(width: int) -> list[bool]:
+        text = learning_line(state, width).plain
+        return [word in text for word in ("loss", "tau", "est", "ema", "best", "gnorm", "lr", "epoch")]
+
+    state = reduced(golden.healthy())
+    before = [True] * 8
+    assert parts(120) == before
+    for width in range(119, 3, -1):
+        now = parts(width)
+        assert all(b or not n for b, n in zip(before, now, strict=True)), f"something came back at {width}"
+        assert now == sorted(now, reverse=True), f"out of order at {width}: {now}"
+        before = now
+
+
+async def test_the_lines_of_a_stale_run_say_so_at_every_width() -> None:
+    state = reduced(golden.no_news())
+    for width in range(30, 200):
+        text = learning_line(state, width)
+        assert text.plain.endswith("○ stale 41s")
+        assert text.cell_len <= width
+
+
+def reduced(run: golden.Run) -> RunState:
+    with tempfile.TemporaryDirectory() as folder:
+        return RunReader(run.write(Path(folder)), scale=1.0).poll(golden.NOW)
 
 
 async def test_the_states_use_the_colours_of_okabe_and_ito(open_run: Open) -> None:

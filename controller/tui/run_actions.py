@@ -1,0 +1,162 @@
+"""What the screen does to a run, and not only shows of it: stop, checkpoint, doctor, launch.
+
+Each asks over a connection, so each works in a thread (`background`); what comes back is said in the key
+line, an error with its hint in a notice. That the run did it is seen in its own records, as everything is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from textual import on
+from textual.app import App
+
+from controller.run_place import RunPlace
+from controller.run_state import RunState
+from controller.tui import background, figures
+from controller.tui.dialogs import Notice, StopQuestion, error_lines
+from remote_payload.rundir import Request
+
+if TYPE_CHECKING:
+    from controller.checkup import Report
+    from controller.inventory import Host
+
+GRACE_S = 60.0
+"""Until a run that was asked to stop is ended by force; as `dflashctl stop` has it."""
+
+
+def ask_to_stop(run_place: RunPlace) -> None:
+    """Place the request. Raises RunLostError when nobody is there, and what a connection raises."""
+    from controller.run_control import stop
+
+    stop(run_place, grace_s=GRACE_S)
+
+
+def ask_for_checkpoint(run_place: RunPlace) -> None:
+    """Place the request. Raises RunLostError when nobody is there, and what a connection raises."""
+    from controller.run_control import ask
+
+    ask(run_place, Request.CHECKPOINT)
+
+
+def look_at(host: Host) -> Report:
+    """The doctor's report. Never raises for what is wrong with the place."""
+    from controller.checkup import look_at as look
+
+    return look(host, None)
+
+
+class RunActions(App[int]):
+    """The half of the app that acts on runs."""
+
+    _asked_checkpoint: int | None = None
+    """The newest checkpoint when one was asked for; None: none is awaited."""
+
+    # what the other half has
+
+    @property
+    def directory(self) -> Path:
+        """The mirror folder of the run that is shown."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> RunState:
+        """The run's newest state."""
+        raise NotImplementedError
+
+    def say(self, note: str) -> None:
+        """Say something for some seconds."""
+        raise NotImplementedError
+
+    def look_at_run(self, directory: Path) -> None:
+        """Show another run."""
+        raise NotImplementedError
+
+    def _begin(self, work: str, function: Any) -> None:
+        try:
+            run_place = RunPlace.read(self.directory)
+        except Exception as error:  # its place.json is damaged or gone: nobody knows where it is
+            self._refused(str(error), "without it nobody knows where the run is")
+            return
+        if run_place.log_path is not None:
+            self.say("this is a log, not a run that dflashctl started: it can only be watched")
+            return
+        background.begin(self, work, lambda say: function(run_place))
+
+    def _refused(self, error: str, hint: str) -> None:
+        self.push_screen(Notice("This did not work", error_lines(error, hint, max(30, self.size.width - 12))))
+
+    def action_stop_run(self) -> None:
+        """Ask for the run's name, then stop it."""
+        state = self.state
+        if state.ended:
+            self.say(f"it has ended already: {state.health.headline}")
+            return
+        step = figures.count(state.progress.step if state.progress else None)
+
+        def answered(stop: bool | None) -> None:
+            if stop:
+                self.say("asking it to stop ...")
+                self._begin("stop", ask_to_stop)
+            else:
+                self.say("nothing was stopped")
+
+        self.push_screen(StopQuestion(state.run_id, state.place or state.host, step), answered)
+
+    def action_checkpoint(self) -> None:
+        """Have a checkpoint written now."""
+        state = self.state
+        if state.ended:
+            self.say(f"it has ended: {state.health.headline}")
+            return
+        if state.progress is None:
+            self.say("nothing is known of its training yet; no checkpoint was asked for")
+            return
+        step = state.progress.checkpoint_step
+        self._asked_checkpoint = -1 if step is None else step
+        self.say("asking for a checkpoint ...")
+        self._begin("checkpoint", ask_for_checkpoint)
+
+    def action_doctor(self) -> None:
+        """Examine the run's place."""
+        from controller.tui.doctor_screen import DoctorScreen
+
+        try:
+            host = RunPlace.read(self.directory).host
+        except Exception as error:
+            self._refused(str(error), "without it nobody knows where the run is")
+            return
+        self.push_screen(DoctorScreen(host, look_at))
+
+    def action_launch(self) -> None:
+        """Launch a job, and look at it."""
+        from controller.tui.launch_form import LaunchForm
+
+        def answered(directory: Path | None) -> None:
+            if directory is not None:
+                self.call_later(self.look_at_run, directory)  # once the form is gone
+
+        self.push_screen(LaunchForm(), answered)
+
+    @on(background.Done)
+    def _on_asked(self, message: background.Done) -> None:
+        if message.error:
+            self._asked_checkpoint = None
+            self._refused(message.error, message.hint)
+        elif message.work == "stop":
+            self.say("asked to stop: it writes a checkpoint and ends")
+        elif message.work == "checkpoint":
+            self.say("asked for a checkpoint; it is said here when it is written")
+
+    def notice_checkpoint(self, state: RunState) -> None:
+        """Say when the checkpoint that was asked for is written."""
+        if self._asked_checkpoint is None or state.progress is None:
+            return
+        newest = state.progress.checkpoint_step
+        if state.progress.checkpoint_error:
+            self._asked_checkpoint = None
+            self.say(f"the checkpoint could not be written: {state.progress.checkpoint_error}")
+        elif newest is not None and newest > self._asked_checkpoint:
+            self._asked_checkpoint = None
+            self.say(f"checkpoint of step {figures.count(newest)} is written")
