@@ -1,7 +1,7 @@
 """The length buckets: how far each is through its batches, how much of it is padding, how it learns.
 
-Columns: token range, batches done of those planned this epoch, share of all batches, padding, tokens per
-second, loss, and peak GPU memory.
+Columns: token range, batches trained on so far, batches of an epoch, share of all batches, padding, tokens
+per second, loss, and peak GPU memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def bucket_lines(state: RunState, width: int, height: int | None = None) -> list
     dim = state.ages.progress is not None and state.ages.progress > stale
     value = FAINT if dim else VALUE
     wide = width >= 76
-    names = f"{'tokens':>14}  {'batches done':>15}  {'share':>6}  {'pad':>5}  {'tok/s':>6}  {'loss':>6}"
+    names = f"{'tokens':>14}  {'batches':>8}{'epoch':>7}  {'share':>6}  {'pad':>5}  {'tok/s':>6}  {'loss':>6}"
     rows = [head, line((names + (f"  {'peak':>6}" if wide else ""), LABEL))]
     cut = 0 if height is None else max(0, len(buckets) + 2 - height)
     for bucket in buckets[: len(buckets) - cut - 1] if cut else buckets:
         low, high = (figures.UNKNOWN if v is None else f"{v}" for v in (bucket.low, bucket.high))
         span = f"[{low:>5},{high:>5})"
-        done = f"{figures.count(bucket.batches)}/{figures.count(bucket.planned)}"
-        text = line((f"{span:>14}  ", PLAIN), (f"{done:>15}  ", value))
+        text = line((f"{span:>14}  ", PLAIN), (f"{figures.count(bucket.batches):>8}", value))
+        text.append(f"{figures.count(bucket.planned):>7}  ", style=LABEL)
         text.append(f"{figures.share(bucket.planned_share, 1):>6}  ", style=value)
         text.append(f"{figures.share(bucket.padding_share, 1):>5}  ", style=value)
         text.append(f"{figures.short(bucket.tokens_per_s):>6}  ", style=value)

@@ -48,7 +48,8 @@ GPU_COLUMNS: Columns = (
 
 BUCKET_COLUMNS: Columns = (
     ("tokens", "lengths of the bucket's samples, [from, to)"),
-    ("batches done", "of this epoch's"),
+    ("batches", "trained on so far, over all epochs"),
+    ("epoch", "batches of an epoch"),
     ("share", "the bucket's part of all batches; the bar shows it too"),
     ("pad", "part of its rows that is padding"),
     ("tok/s", "context tokens a second in its batches"),

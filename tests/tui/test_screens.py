@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from controller.run_reader import RunReader
 from controller.run_state import RunState
+from controller.tui.app import RunApp
 from controller.tui.arrangement import arrange
 from controller.tui.overview import learning_line, status_line
 from controller.tui.palette import OKABE_ITO
@@ -41,6 +42,38 @@ def test_the_screen_is_as_it_was_approved(
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=settle)
+
+
+RECORDED = Path(__file__).parent / "recorded/h200"
+RECORDED_AT = 1_796_012_882.9
+
+
+@pytest.mark.parametrize(("size", "keys"), [((80, 24), []), ((132, 40), []), ((160, 48), ["2"])], ids=str)
+def test_a_run_recorded_on_h200s_is_shown_as_it_was_approved(
+    size: tuple[int, int], keys: list[str], snap_compare: Any
+) -> None:
+    app = RunApp(RECORDED, clock=lambda: RECORDED_AT, period_s=None)
+
+    async def press(pilot: Any) -> None:
+        await pilot.pause()
+        for key in keys:
+            await pilot.press(key)
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=press)
+
+
+def test_records_of_an_earlier_form_are_read_and_what_they_lack_is_not_known() -> None:
+    state = RunReader(RECORDED, scale=1.0).poll(RECORDED_AT)
+    assert state.state == "LIVE"
+    assert not state.unparsable
+    assert [gpu.roles for gpu in state.gpus] == [
+        ("target-0", "drafter-0", "evaluator"), ("target-1", "drafter-1"),
+    ]  # fmt: skip
+    assert len(state.history.evaluations) == 3
+    assert state.curves["loss"].points
+    assert not state.curves["queue_batches"].points
+    assert state.history.conditional_accuracy == ()
 
 
 KEYS = [
