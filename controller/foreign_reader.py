@@ -40,7 +40,7 @@ class ForeignReader:
         host = table(place, "host")
         self._directory = directory
         self._run: Record = {
-            "id": text(place, "run_id"),
+            "id": text(place, "log_path"),
             "place": text(host, "name"),
             "host": text(host, "address"),
             "job": text(place, "log_path"),

@@ -85,10 +85,13 @@ def _bucket(r: Record) -> Line:
 
 
 def _target(r: Record) -> Line:
-    return Level.INFO, (
-        f"target {_count(r, 'target')} on {text(r, 'device') or '?'}: {_count(r, 'layers')} layers,"
-        f" width {_count(r, 'width')}, loaded in {_figure(r, 'load_s', '.1f')}s"
-    )
+    known = []
+    if whole(r, "layers") is not None:  # a log of another program does not say it
+        known.append(f"{_count(r, 'layers')} layers, width {_count(r, 'width')}")
+    if number(r, "load_s") is not None:
+        known.append(f"loaded in {_figure(r, 'load_s', '.1f')}s")
+    said = f"target {_count(r, 'target')} on {text(r, 'device') or '?'}"
+    return Level.INFO, ": ".join(filter(None, (said, ", ".join(known))))
 
 
 def _compile(r: Record) -> Line:
@@ -102,10 +105,12 @@ def _compile(r: Record) -> Line:
 
 
 def _ready(r: Record) -> Line:
-    return Level.GOOD, (
-        f"replica {_count(r, 'replica')} ready on {text(r, 'device') or '?'},"
-        f" {_count(r, 'parameters')} parameters, warm-up {_figure(r, 'warmup_s', '.1f')}s"
-    )
+    line = f"replica {_count(r, 'replica')} ready on {text(r, 'device') or '?'}"
+    if whole(r, "parameters") is not None:
+        line += f", {_count(r, 'parameters')} parameters"
+    if number(r, "warmup_s") is not None:
+        line += f", warm-up {_figure(r, 'warmup_s', '.1f')}s"
+    return Level.GOOD, line
 
 
 def _start(r: Record) -> Line:

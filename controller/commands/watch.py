@@ -23,6 +23,13 @@ from controller.commands.options import (
 )
 from controller.errors import UsageError
 
+PathOption = Annotated[
+    str | None,
+    typer.Option("--path", metavar="FILE", help="A log of --host that is no run's, by its absolute path."),
+]
+Place = tuple[list[str] | None, str | None, int | None, str | None, int | None]
+"""What --host, --kind, --container, --user and --port say."""
+
 
 def logs(
     run: Run = None,
@@ -33,12 +40,7 @@ def logs(
     whole: Annotated[
         bool, typer.Option("--all", help="From its first byte, also of a log of gigabytes.")
     ] = False,
-    path: Annotated[
-        str | None,
-        typer.Option(
-            "--path", metavar="FILE", help="A log of --host that is no run's, by its absolute path."
-        ),
-    ] = None,
+    path: PathOption = None,
     host: HostOption = None,
     kind: KindOption = None,
     container: ContainerOption = None,
@@ -58,22 +60,25 @@ def logs(
     dflashctl logs --tail 20 demo-1130
     dflashctl logs --host gpubox --path /workspace/train.log --follow
     """
+    directory = _directory(run, path, (host, kind, container, user, port), accept_new_host_key)
+    return follow_to_stdout(directory, follow=follow, tail=tail, whole=whole)
+
+
+def _directory(run: str | None, path: str | None, place: Place, accept_new_host_key: bool) -> Path:
+    """The mirror folder of the run, or of the log at `path` in `place`, which is attached to."""
     if path is None:
-        if (host, kind, container, user, port) != (None,) * 5:
+        if place != (None,) * 5:
             raise UsageError(
                 "--host and its like need --path; a run is named by its id", "See: dflashctl runs"
             )
         from controller.paths import find_run
 
-        directory = find_run(run)
-    elif run is not None:
+        return find_run(run)
+    if run is not None:
         raise UsageError(f"both a run ({run}) and --path ({path}) were given", "Name one of them.")
-    else:
-        from controller.foreign import attach
+    from controller.foreign import attach
 
-        chosen = chosen_host(host, kind, container, user, port)
-        directory = attach(chosen, path, say=say, accept_new_host_key=accept_new_host_key)
-    return follow_to_stdout(directory, follow=follow, tail=tail, whole=whole)
+    return attach(chosen_host(*place), path, say=say, accept_new_host_key=accept_new_host_key)
 
 
 def status(
@@ -95,19 +100,31 @@ def status(
         return print_status(directory, as_json, mirror=mirror)
 
 
-def tui(run: Run = None) -> int:
+def tui(
+    run: Run = None,
+    path: PathOption = None,
+    host: HostOption = None,
+    kind: KindOption = None,
+    container: ContainerOption = None,
+    user: UserOption = None,
+    port: PortOption = None,
+    accept_new_host_key: AcceptOption = False,
+) -> int:
     """Watch a run: state, loss, tau, threads, GPUs, log. `q` leaves it running.
+
+    With --path it is the log of a program that was not launched from here: its buckets, steps and GPUs,
+    as far as its lines say them.
 
     \b
     dflashctl tui
     dflashctl tui demo-1130
+    dflashctl tui --host gpubox --path /workspace/train.log
     """
     from controller.notify import notifying
-    from controller.paths import find_run
     from controller.tui.app import run_tui
     from controller.watching import new_mirror
 
-    directory = find_run(run)
+    directory = _directory(run, path, (host, kind, container, user, port), accept_new_host_key)
     notes: list[str] = []  # the screen is the app's; what is to be said is said after it
     try:
         with notifying(directory, notes.append):

@@ -82,7 +82,8 @@ class LogWindow(Widget, can_focus=True):
             self._feed.stop()
         self._page, self._mark, self._selected = LogPage(), None, None
         self._pattern, self._filter, self._following = None, "", True
-        self._log_name = directory.parent.name
+        of_run = directory.parent.parent.name == "runs"  # runs/<run>/<host>, logs/<host>/<log>
+        self._log_name = directory.parent.name if of_run else directory.name
         self._feed = LogFeed(
             directory,
             (lambda page: self.post_message(self.Came(page))) if threaded else self._take,
