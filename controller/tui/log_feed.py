@@ -17,7 +17,7 @@ from pathlib import Path
 
 from controller.errors import LocalStateError
 from controller.log_file import LogFile
-from controller.log_scan import SLICE, LogScan, Matches, matching
+from controller.log_scan import SLICE, Containing, LogScan, Matches, matching
 from controller.log_spans import Row, Span
 from controller.mirror import ask_for_whole_log
 from controller.tui.log_page import Found, LogPage
@@ -63,6 +63,7 @@ class LogFeed:
         self._anchor: int | None = None
         self._search: LogScan | None = None
         self._filter: LogScan | None = None
+        self._search_matches: Matches | None = None
         self._filter_matches: Matches | None = None
         self._seeking: Iterator[int | None] | None = None
         self._counted_to = 0
@@ -128,6 +129,7 @@ class LogFeed:
         """Count the lines that match, from now on; None: no more."""
 
         def do() -> None:
+            self._search_matches = matches
             self._search = LogScan(self._both(matches)) if matches else None
             self._show()
 
@@ -139,8 +141,8 @@ class LogFeed:
         def do() -> None:
             self._filter = LogScan(matches) if matches else None
             self._filter_matches = matches
-            if self._search is not None:
-                self._search.restart()
+            if self._search_matches is not None:
+                self._search = LogScan(self._both(self._search_matches))
             self._ticket, self._anchor = ticket, anchor
             self._show()
 
@@ -255,7 +257,12 @@ class LogFeed:
 
     def _both(self, matches: Matches) -> Matches:
         """What matches and is shown: a filter hides the others from a search."""
-        return lambda text: (self._filter_matches is None or self._filter_matches(text)) and matches(text)
+        shown = self._filter_matches
+        if shown is None:
+            return matches
+        if isinstance(matches, Containing):
+            return Containing(matches.needle, also=shown)
+        return lambda text: shown(text) and matches(text)
 
     def _sought(self, matches: Matches, start: int, back: bool, what: str) -> Iterator[int | None]:
         """Yields None after each slice without a match, then where the match is."""

@@ -16,7 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from controller import paths
-from controller.log_scan import Matches
+from controller.log_scan import Containing, Matches
 from controller.tui import log_layout
 from controller.tui.lines import line
 from controller.tui.log_feed import AROUND, prefix_of
@@ -28,6 +28,8 @@ from controller.tui.palette import LABEL, PLAIN, RULE_STYLE, WARN
 
 class LogView(LogWindow):
     """The log, and its keys."""
+
+    _matches: Matches | None = None
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "line up", show=False, tooltip="log: a line up"),
@@ -132,26 +134,26 @@ class LogView(LogWindow):
         """Mark what the regular expression `text` finds (a wrong one is taken literally), and go to the
         last line that matches from here upwards; none: forget the search.
         """
-        self._pattern = _pattern(text)
+        self._pattern, self._matches = _pattern(text), _matches(text)
         if self._feed is not None:
-            self._feed.search(self._pattern.search if self._pattern else None)
-        if self._pattern is not None:
-            self._seek(self._pattern, back=True, start=self._bottom() + 1, what="match")
+            self._feed.search(self._matches)
+        if self._matches is not None:
+            self._seek(self._matches, back=True, start=self._bottom() + 1, what="match")
         self.refresh()
 
     def next_match(self, *, back: bool) -> None:
         """Go to the next match below, or above."""
-        if self._pattern is not None:
-            self._seek(self._pattern, back=back, start=self._here(back=back), what="match")
+        if self._matches is not None:
+            self._seek(self._matches, back=back, start=self._here(back=back), what="match")
 
     def action_error(self, back: bool) -> None:
         """Go to the next line that looks like an error below, or above."""
-        self._seek(BAD_LINE, back=back, start=self._here(back=back), what="line of an error")
+        self._seek(BAD_LINE.search, back=back, start=self._here(back=back), what="line of an error")
 
-    def _seek(self, pattern: re.Pattern[str], *, back: bool, start: int, what: str) -> None:
+    def _seek(self, matches: Matches, *, back: bool, start: int, what: str) -> None:
         self._ticket += 1
         if self._feed is not None:
-            self._feed.seek(self._ticket, pattern.search, start, back=back, what=what)
+            self._feed.seek(self._ticket, matches, start, back=back, what=what)
 
     def _here(self, *, back: bool) -> int:
         """Where a search goes on from: the line it found last, if that is on the screen."""
@@ -176,13 +178,10 @@ class LogView(LogWindow):
     def filter(self, text: str) -> None:
         """Show only lines of the rank or thread `text`, or those that match it; none: show all."""
         self._lay_out()
-        matches: Matches | None
-        pattern = _pattern(text)
+        matches = _matches(text)
         name = text.strip().strip("[]:").lower().replace(" ", "-")
         if name in self._page.prefixes:
             text, matches = name, lambda shown: prefix_of(shown) == name
-        else:
-            matches = pattern.search if pattern else None
         self._filter = text
         self._ticket += 1
         if self._feed is not None:
@@ -273,6 +272,14 @@ def _pattern(text: str) -> re.Pattern[str] | None:
         return re.compile(text, re.IGNORECASE)
     except re.error:
         return re.compile(re.escape(text), re.IGNORECASE)
+
+
+def _matches(text: str) -> Matches | None:
+    pattern = _pattern(text)
+    if pattern is None:
+        return None
+    literal = pattern.pattern != text or not re.search(r"[\\.^$*+?{}\[\]|()]", text)
+    return Containing(text) if literal else pattern.search
 
 
 def _counted(found: Found) -> str:

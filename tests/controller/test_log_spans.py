@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controller import log_scan, log_spans
 from controller.extents import Extents
-from controller.log_scan import LogScan
+from controller.log_scan import Containing, LogScan, matching
 from controller.log_spans import Span, row_of, span_start, spans_before, spans_from
 
 LOGS = st.lists(
@@ -140,3 +140,11 @@ def test_of_a_very_long_line_its_beginning_is_kept_and_of_a_bar_its_newest_state
     assert row.text.endswith(" characters)")
     bar = b"".join(b"\r%3d%%|%s" % (n % 100, b"#" * 50) for n in range(2000)) + b"\n"
     assert row_of(lambda a, b: bar[a:b], Span(0, len(bar))).text.startswith(" 99%|###")
+
+
+@given(LOGS, st.text("astep 1éE\n", min_size=1, max_size=3))
+def test_lines_that_contain_a_text_are_those_of_the_slow_way(data: bytes, text: str) -> None:
+    data += b"\n"
+    quick = matching(data, Containing(text))
+    slow = matching(data, lambda line: text.lower() in line.lower())
+    assert quick == slow
