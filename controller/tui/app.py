@@ -29,9 +29,11 @@ from textual.screen import Screen
 from controller import paths
 from controller.errors import INTERNAL_EXIT_CODE, DflashctlError, UsageError
 from controller.health import age_text
+from controller.mirror import Mirror
 from controller.run_state import RunState
 from controller.tui import themes
 from controller.tui.crash_report import write_report
+from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
 from controller.tui.ticker import PERIOD_S, Ticker
@@ -268,6 +270,12 @@ class RunApp(RunActions):
         """Follow the log's end, or stay."""
         log = self._run_screen.log_view
         log.set_following(not log.following)
+
+    @on(LogView.OlderWanted)
+    def _on_older_wanted(self) -> None:
+        """A mirror that has all it was to have goes on with what it left out."""
+        if isinstance(self.mirror, Mirror) and not self.mirror.running:
+            self.mirror.start()
 
     def action_find(self) -> None:
         """Ask what to find in the log."""

@@ -22,6 +22,9 @@ from controller.log_spans import Row, Span
 from controller.mirror import ask_for_whole_log
 from controller.tui.log_page import Found, LogPage
 
+RESTING_S = 10.0
+"""Between looks at the log of a run that has ended."""
+
 PERIOD_S = 0.5
 """Between two looks for new bytes."""
 
@@ -64,6 +67,8 @@ class LogFeed:
         self._search: LogScan | None = None
         self._filter: LogScan | None = None
         self._search_matches: Matches | None = None
+        self.resting = False
+        """Whether nothing more is expected; it is still looked at, but rarely."""
         self._filter_matches: Matches | None = None
         self._seeking: Iterator[int | None] | None = None
         self._counted_to = 0
@@ -160,7 +165,7 @@ class LogFeed:
             except LocalStateError as error:
                 self._say(error.message)
                 return
-            self._say(f"asked for the {amount(self._file.missing)} that are missing")
+            self._show(note=f"asked for the {amount(self._file.missing)} that are missing", asked=True)
 
         self._later(do)
 
@@ -185,7 +190,7 @@ class LogFeed:
                 self._serve()
                 busy = self._work(BUSY_S)
                 if not busy:
-                    self._wake.wait(PERIOD_S)
+                    self._wake.wait(RESTING_S if self.resting else PERIOD_S)
                     self._wake.clear()
                 if not self._requests:
                     self._look()
@@ -311,7 +316,7 @@ class LogFeed:
     def _say(self, note: str) -> None:
         self._show(note=note)
 
-    def _show(self, *, goto: int | None = None, note: str = "") -> None:
+    def _show(self, *, goto: int | None = None, note: str = "", asked: bool = False) -> None:
         file = self._file
         end = file.end
         if self._anchor is None:
@@ -337,6 +342,7 @@ class LogFeed:
                 filter=_found(self._filter),
                 prefixes=tuple(sorted(self._prefixes)),
                 note=note,
+                asked=asked,
             )
         )
 

@@ -40,5 +40,7 @@ class LogPage:
     filter: Found | None = None
     prefixes: tuple[str, ...] = ()
     """Ranks and threads that lines of it began with, seen so far."""
+    asked: bool = False
+    """Whether the mirror was asked for bytes that are not here."""
     note: str = ""
     """What is to be said to the user, once."""

@@ -44,10 +44,10 @@ def styled(row: Row, pattern: re.Pattern[str] | None) -> Text:
     text = coloured(row, PLAIN)
     if text is None:
         text = Text(content, style=style, no_wrap=True, end="")
-        if clock := _CLOCK.match(content):
-            text.stylize(LABEL, 0, clock.end())
-        if named := PREFIX.match(content[:80]):
-            text.stylize(_NAME, named.start(1), named.end(1))
+    if clock := _CLOCK.match(content):
+        text.stylize(LABEL, 0, clock.end())
+    if named := PREFIX.match(content[:80]):
+        text.stylize(_NAME, named.start(1), named.end(1))
     if pattern is not None:
         text.highlight_regex(pattern, TAB_ON)
     return text

@@ -38,6 +38,9 @@ class LogWindow(Widget, can_focus=True):
     class Changed(Message):
         """What the tab line says of the log has changed."""
 
+    class OlderWanted(Message):
+        """Bytes that are not here were asked for: somebody has to connect."""
+
     class Said(Message):
         """Something is to be told."""
 
@@ -91,6 +94,11 @@ class LogWindow(Widget, can_focus=True):
         )
         self._feed.start()
 
+    def rest(self, resting: bool) -> None:
+        """Whether nothing more is expected of this log: it is looked at rarely then."""
+        if self._feed is not None:
+            self._feed.resting = resting
+
     def tick(self) -> None:
         """Without a thread: look for new bytes now."""
         if self._feed is not None:
@@ -127,6 +135,8 @@ class LogWindow(Widget, can_focus=True):
         """Show a page, unless it answers what is no longer asked."""
         if page.note:
             self.post_message(self.Said(page.note))
+        if page.asked:
+            self.post_message(self.OlderWanted())
         if page.ticket != self._ticket:
             return
         self._page = page

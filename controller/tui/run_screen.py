@@ -38,6 +38,9 @@ from controller.tui.palette import KEY, LABEL, TAB_ON, WARN
 from controller.tui.thread_panel import event_lines, thread_lines
 from controller.tui.thread_tab import thread_tab_lines
 
+LOG_KEYS = (("e", "error"), ("t", "only"), ("w", "wrap"), ("v", "select"), ("s", "save"))
+"""Keys of the log that the key line names where there is room."""
+
 TABS = ("log", "curves", "threads", "events")
 SMALL_ROWS = 34
 """Below this height every tab but the log takes the panels' room."""
@@ -343,9 +346,15 @@ class RunScreen(Screen[None]):
     def _footer_line(self) -> Text:
         if self._noted:
             return line((f" {self._note}", WARN))
-        keys = [("x", "crash"), *self._keys] if has_crash(self._state) else self._keys
+        keys = [("x", "crash"), *self._keys] if has_crash(self._state) else [*self._keys]
+        if self.tab == "log":
+            keys[-2:-2] = LOG_KEYS
         parts = [
-            (0 if key in ("?", "q") else place, " ", line((f" {key}", KEY), (f" {word}", LABEL)))
+            (
+                0 if key in ("?", "q") else place + 100 * ((key, word) in LOG_KEYS),
+                " ",
+                line((f" {key}", KEY), (f" {word}", LABEL)),
+            )
             for place, (key, word) in enumerate(keys, 1)
         ]
         return fitted(parts, self.size.width)

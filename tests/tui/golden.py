@@ -252,6 +252,7 @@ class Run:
                                 "t": NOW + AHEAD - 95})  # fmt: skip
         self.status_age = 95.0
         self.progress_age = 96.0
+        self._signs_earlier(96.0)
         self.mirror["state"] = "ended"
         self.mirror["beat"] |= {"supervisor": "gone", "trainer": "gone"}
 
@@ -261,8 +262,13 @@ class Run:
         self.mirror["last_heard"] = NOW - seconds
         self.mirror["beat"]["t"] = NOW + AHEAD - seconds
         self.status_age = self.progress_age = seconds + 0.8
+        self._signs_earlier(seconds)
         for record in self.gpu:
             record["t"] -= seconds
+
+    def _signs_earlier(self, seconds: float) -> None:
+        for thread in self.progress["threads"] if self.progress else ():
+            thread["last_sign"] -= seconds
 
 
 def _line(record: Record) -> bytes:

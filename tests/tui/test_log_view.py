@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -12,9 +13,10 @@ import pytest
 from textual.pilot import Pilot
 
 from controller.mirror import WHOLE_LOG
+from controller.tui import app as app_module
 from controller.tui.app import RunApp
 from controller.tui.log_view import LogView
-from tests.tui import golden
+from tests.tui import golden, golden_logs
 from tests.tui.conftest import Open, app_of, screen_text
 
 
@@ -285,7 +287,7 @@ async def test_colours_of_a_log_are_shown_in_ours_and_no_other_code_has_any_effe
         assert "red orange hidden" in shown
         assert "moved" in shown
         assert "\x1b" not in shown
-        strips = log_of(pilot)._render_content if False else [log_of(pilot).render_line(y) for y in range(2)]
+        strips = [log_of(pilot).render_line(y) for y in range(2)]
         colours = {s.text: s.style.color.name for s in strips[0] if s.style and s.style.color}
         assert colours["red"].lower() == "#d55e00"
         assert not any(s.style and (s.style.conceal or s.style.blink) for s in strips[0])
@@ -333,20 +335,14 @@ async def test_keys_are_answered_while_a_hundred_thousand_lines_a_second_arrive(
                 file.flush()
                 await pilot.press("pageup" if n % 2 else "f")
                 waits.append(time.monotonic() - began)
-                await _sleep(max(0.0, 0.1 - waits[-1]))
+                await asyncio.sleep(max(0.0, 0.1 - waits[-1]))
         for _ in range(100):
-            await _sleep(0.05)
+            await asyncio.sleep(0.05)
             if view.following and "flood" in view.visible_text():
                 break
             view.set_following(True)
         assert "flood" in view.visible_text()
     assert sorted(waits)[len(waits) // 2] < 0.5, waits
-
-
-async def _sleep(seconds: float) -> None:
-    import asyncio
-
-    await asyncio.sleep(seconds)
 
 
 SNAPSHOTS = [("hostile_text", (60, 20)), ("hostile_text", (160, 48))]
@@ -363,6 +359,85 @@ def test_the_log_is_as_it_was_approved(
     async def settle(pilot: Any) -> None:
         await pilot.pause()
         await pilot.press("z")
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=settle)
+
+
+class _Ended:
+    """A mirror whose run is here whole but for the log's beginning."""
+
+    running = False
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def stop(self, timeout: float = 0.0) -> None:
+        pass
+
+    def poke(self) -> None:
+        pass
+
+
+async def test_o_starts_a_mirror_that_had_come_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = golden_logs.write("late", tmp_path / "run")
+    monkeypatch.setattr(app_module, "Mirror", _Ended)
+    mirror = _Ended()
+    app = RunApp(directory, mirror, clock=lambda: golden.NOW, period_s=None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert "asked for the 2.0 GiB" in await press(pilot, "o")
+        assert (directory / WHOLE_LOG).exists()
+        assert mirror.started == 1
+
+
+LOG_SNAPSHOTS = [
+    ("half_line", (60, 20), ()), ("tqdm", (80, 24), ()), ("colours", (80, 24), ()),
+    ("wide", (60, 20), ("w",)), ("huge_line", (60, 20), ("w",)), ("late", (60, 20), ("home",)),
+    ("late", (160, 48), ("slash", *"step", "enter")),
+]  # fmt: skip
+
+
+def _id(value: object) -> str:
+    return (
+        "x".join(map(str, value))
+        if isinstance(value, tuple) and value and value[0] != "slash"
+        else (value if isinstance(value, str) else "keys")
+    )
+
+
+@pytest.mark.parametrize(("name", "size", "keys"), LOG_SNAPSHOTS, ids=_id)
+def test_each_kind_of_log_is_as_it_was_approved(
+    name: str, size: tuple[int, int], keys: tuple[str, ...], snap_compare: Any, tmp_path: Path
+) -> None:
+    directory = golden_logs.write(name, tmp_path / "run")
+    app = RunApp(directory, clock=lambda: golden.NOW, period_s=None)
+
+    async def settle(pilot: Any) -> None:
+        await pilot.pause()
+        await pilot.press("z", *keys)
+        await pilot.pause()
+        app._run_screen._note = ""
+        app._run_screen.draw()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=settle)
+
+
+@pytest.mark.parametrize(("name", "size"), [("dead_thread", (160, 48)), ("killed", (80, 24))], ids=_id)
+def test_the_threads_of_a_dead_run_are_as_they_were_approved(
+    name: str, size: tuple[int, int], snap_compare: Any, tmp_path: Path
+) -> None:
+    app = app_of(golden.SITUATIONS[name](), tmp_path / "run")
+
+    async def settle(pilot: Any) -> None:
+        await pilot.pause()
+        await pilot.press("3")
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=settle)
