@@ -1,8 +1,8 @@
 """What ~/.ssh/config says about a host, by the word of OpenSSH's own client: `ssh -G`.
 
 So Include, Match, patterns, tokens and the order of values mean here what they mean for ssh, whatever its
-version; paramiko's parser knows no Include and fewer kinds of Match. It is used only where there is no ssh
-program, and then a file that it would read differently is refused with a word.
+version; paramiko's parser knows no Include and fewer kinds of Match. It is used, with fabric's loader, only
+where there is no ssh program, and then a file that it would read differently is refused with a word.
 
 OpenSSH takes the home folder from the password database and not from $HOME; where the two differ, $HOME is
 meant: its configuration is given to ssh by name, and paths below the other home are taken to be below $HOME.
@@ -18,6 +18,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -73,7 +74,7 @@ def look_up(alias: str, *, user: str = "", port: int | None = None) -> SshSettin
     """The settings for `alias`; `user` and `port` outdo the file. Raises UnreachableError."""
     given: Values = {"user": [user] if user else [], "port": [str(port)] if port else []}
     ssh = shutil.which("ssh")
-    found = _ask_ssh(ssh, alias, user, port) if ssh else _ask_paramiko(alias)
+    found = _ask_ssh(ssh, alias, user, port) if ssh else _ask_fabric(alias)
     return _settings(alias, found | {key: values for key, values in given.items() if values})
 
 
@@ -123,30 +124,32 @@ def _ask_ssh(ssh: str, alias: str, user: str, port: int | None) -> Values:
     return values
 
 
-def _ask_paramiko(alias: str) -> Values:
-    """The same without an ssh program, as far as paramiko reads it. Raises UnreachableError."""
-    import paramiko
+def _ask_fabric(alias: str) -> Values:
+    """The same without an ssh program, as far as fabric and paramiko read it. Raises UnreachableError."""
+    if sys.modules.get("invoke", sys) is None:  # place.py spares it; fabric is made of it
+        del sys.modules["invoke"]
+    import fabric
 
-    config = paramiko.SSHConfig()
-    for path in (Path.home() / ".ssh" / "config", _SYSTEM):
-        if not path.is_file():
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        for number, line in enumerate(text.splitlines(), 1):
-            if re.match(r"\s*include\b", line, re.IGNORECASE):
-                raise UnreachableError(
-                    f"{path}:{number}: Include cannot be followed without the ssh program",
-                    "Install OpenSSH's client here, or write what it includes into the file.",
-                )
-        try:
-            config.parse(text.splitlines(keepends=True))
-        except Exception as error:
-            raise UnreachableError(f"{alias}: {path} cannot be used ({error})") from error
+    user = Path.home() / ".ssh" / "config"
+    for path in (user, _SYSTEM):
+        if path.is_file():
+            _refuse_include(path)
+    settings = fabric.Config(lazy=True, user_ssh_path=str(user), system_ssh_path=str(_SYSTEM))
     try:
-        found = config.lookup(alias)
-    except Exception as error:  # it has several kinds, one for each sort of Match
+        settings.load_ssh_config()
+        found = settings.base_ssh_config.lookup(alias)
+    except Exception as error:  # paramiko has several kinds, one for each sort of Match
         raise UnreachableError(f"{alias}: ~/.ssh/config cannot be used ({error})") from error
     return {key: value if isinstance(value, list) else [value] for key, value in found.items()}
+
+
+def _refuse_include(path: Path) -> None:
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if re.match(r"\s*include\b", line, re.IGNORECASE):
+            raise UnreachableError(
+                f"{path}:{number}: Include cannot be followed without the ssh program",
+                "Install OpenSSH's client here, or write what it includes into the file.",
+            )
 
 
 def _settings(alias: str, values: Values) -> SshSettings:
