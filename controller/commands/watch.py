@@ -121,14 +121,18 @@ def tui(
     dflashctl tui --host gpubox --path /workspace/train.log
     """
     from controller.notify import notifying
-    from controller.tui.app import run_tui
-    from controller.watching import new_mirror
+    from controller.tui.app import Watched, run_tui
+
+    def opener(run_directory: Path) -> Watched:
+        from controller.watching import new_mirror  # what connects: not before the first screen
+
+        return new_mirror(run_directory)
 
     directory = _directory(run, path, (host, kind, container, user, port), accept_new_host_key)
     notes: list[str] = []  # the screen is the app's; what is to be said is said after it
     try:
         with notifying(directory, notes.append):
-            return run_tui(directory, new_mirror(directory), new_mirror)
+            return run_tui(directory, None, opener)
     finally:
         for note in notes:
             say(note)

@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -116,7 +117,7 @@ class RunApp(RunActions):
     ) -> None:
         """`period_s` None: no thread; the app reads once at the start, and whenever `tick` is called.
 
-        `opener` makes a mirror, not started, for another run; None: other runs are only read.
+        `opener` makes a mirror, not started, for a run; None: runs are only read, but for that of `mirror`.
         """
         super().__init__()
         self.mirror = mirror
@@ -126,6 +127,7 @@ class RunApp(RunActions):
         self._taken_at = time.monotonic()
         self._directory = directory
         self._state = RunState()
+        self._asked_for_mirror = False
         self._on_light = themes.OnLight()
         self.crash_report: Path | None = None
         """Where it is written how this view failed; None: it did not."""
@@ -187,6 +189,18 @@ class RunApp(RunActions):
     def _open_log(self) -> None:
         self._run_screen.log_view.open(self._directory, threaded=self._period_s is not None)
 
+    def _begin_mirror(self) -> None:
+        assert self._opener is not None
+        directory = self._directory
+        try:
+            mirror = self._opener(directory)
+        except DflashctlError as error:
+            self.call_later(self.say, error.message)
+            return
+        if directory == self._directory and self.is_running:
+            self.mirror = mirror
+            mirror.start()
+
     def _mind_signals(self) -> None:
         """SIGTERM and a closed terminal detach, so that the terminal is left as it was found."""
         loop = asyncio.get_running_loop()
@@ -198,6 +212,10 @@ class RunApp(RunActions):
     def _on_snapshot(self, message: Snapshot) -> None:
         if message.source == self._directory:  # else: the last one of the run before
             self._show(message.state)
+        if not self._asked_for_mirror and self.mirror is None and self._opener is not None:
+            # In a thread, and only now: what connects takes longer to import than a screen to draw.
+            threading.Thread(target=self._begin_mirror, name="tui-mirror", daemon=True).start()
+        self._asked_for_mirror = True
 
     def _show(self, state: RunState) -> None:
         self._taken_at = time.monotonic()
@@ -205,12 +223,13 @@ class RunApp(RunActions):
         self.notice_checkpoint(state)
         if self._run_screen.is_mounted and self._run_screen.query("#footer"):
             self._run_screen.take(state)
+            self._run_screen.log_view.rest(state.ended and state.connection == "ended")
         self._ticker.taken()
 
     def _watch_reader(self) -> None:
         """A reader that has failed or hangs must not leave LIVE on the screen."""
         silent = time.monotonic() - self._taken_at
-        if self._period_s is not None and silent > STUCK_PERIODS * self._period_s:
+        if self._period_s is not None and silent > STUCK_PERIODS * self._ticker.pause_s:
             error = self._ticker.error
             why = f"{type(error).__name__}: {error}" if error else "the mirror folder does not answer"
             self._run_screen.show_trouble(f"{age_text(silent)}  {why}")
@@ -371,8 +390,8 @@ class RunApp(RunActions):
 def run_tui(directory: Path, mirror: Watched | None, opener: Callable[[Path], Watched] | None = None) -> int:
     """Show the run mirrored in `directory` until the user leaves; returns the exit code.
 
-    `mirror`, not yet started, is started and stopped here; None: only look at what is there. `opener` makes
-    mirrors for other runs. Raises UsageError without a terminal.
+    `mirror`, not yet started, is started and stopped here. Without one, `opener` makes it once the screen is
+    drawn, and those for other runs; with neither the view only reads. Raises UsageError without a terminal.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 import traceback
-from importlib import metadata
 from pathlib import Path
 
 from controller import __version__
@@ -17,6 +16,8 @@ def write_report(folder: Path, error: BaseException, state: RunState) -> Path | 
 
     Local variables are left out: they hold the log.
     """
+    from importlib import metadata  # 10 ms that a start need not wait for
+
     path = folder / time.strftime("tui-crash-%Y%m%d-%H%M%S.txt")
     about = {
         "dflashctl": __version__,

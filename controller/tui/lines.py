@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.style import Style
 from rich.text import Text
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
@@ -66,6 +66,14 @@ def draw(widget: Widget, text: Text | None, left: int = 0) -> Strip:
     return strip.adjust_cell_length(width, base)
 
 
+def changed_rows(before: Sequence[Text], after: Sequence[Text], top: int, size: Size) -> list[Region]:
+    """The rows on a widget of `size`, whose first row is line `top`, that differ between two equally long
+    lists: an age that ticks must not have its whole panel drawn again.
+    """
+    pairs = zip(before[top : top + size.height], after[top : top + size.height], strict=True)
+    return [Region(0, y, size.width, 1) for y, (old, new) in enumerate(pairs) if old != new]
+
+
 class Lines(Widget):
     """A panel of lines without scrolling; what is beyond its size is cut."""
 
@@ -85,9 +93,11 @@ class Lines(Widget):
         lines = list(lines)
         if lines == self._lines:
             return
-        taller = len(lines) != len(self._lines)
-        self._lines = lines
-        self.refresh(layout=taller)
+        before, self._lines = self._lines, lines
+        if len(lines) != len(before):
+            self.refresh(layout=True)
+        elif rows := changed_rows(before, lines, 0, self.size):
+            self.refresh(*rows)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """As many rows as lines."""
@@ -120,7 +130,12 @@ class LineView(ScrollView, can_focus=True):
         if lines == self._shown:
             return
         at_end = self.scroll_offset.y >= self.max_scroll_y
-        self._shown = lines
+        before, self._shown = self._shown, lines
+        if len(lines) == len(before) and not self.scroll_offset.x:
+            rows = changed_rows(before, lines, self.scroll_offset.y, self.size)
+            if rows:
+                self.refresh(*rows)
+            return
         self._resize()
         if self.stick_to_end and at_end:
             self.call_after_refresh(self.scroll_end, animate=False, immediate=True)

@@ -2,6 +2,7 @@
 
 Each asks over a connection, so each works in a thread (`background`); what comes back is said in the key
 line, an error with its hint in a notice. That the run did it is seen in its own records, as everything is.
+What connects is imported only when it is asked for: the first screen must not wait for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from textual import on
 from textual.app import App
 
-from controller.run_place import RunPlace
 from controller.run_state import RunState
 from controller.tui import background, figures
 from controller.tui.dialogs import Notice, StopQuestion, error_lines
@@ -21,6 +21,7 @@ from remote_payload.rundir import Request
 if TYPE_CHECKING:
     from controller.checkup import Report
     from controller.inventory import Host
+    from controller.run_place import RunPlace
 
 GRACE_S = 60.0
 """Until a run that was asked to stop is ended by force; as `dflashctl stop` has it."""
@@ -74,6 +75,8 @@ class RunActions(App[int]):
         raise NotImplementedError
 
     def _begin(self, work: str, function: Any) -> None:
+        from controller.run_place import RunPlace
+
         try:
             run_place = RunPlace.read(self.directory)
         except Exception as error:  # its place.json is damaged or gone: nobody knows where it is
@@ -120,6 +123,7 @@ class RunActions(App[int]):
 
     def action_doctor(self) -> None:
         """Examine the run's place."""
+        from controller.run_place import RunPlace
         from controller.tui.doctor_screen import DoctorScreen
 
         try:

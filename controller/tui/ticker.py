@@ -17,6 +17,9 @@ from controller.run_reader import RunReader
 from controller.run_state import RunState
 
 PERIOD_S = 1.0
+RESTING_S = 10.0
+"""Of a run that has ended and is here whole; it may be resumed yet."""
+
 CATCHING_UP_S = 0.05
 """Pause between polls while history is unread or the first news is on its way."""
 
@@ -36,6 +39,8 @@ class Ticker:
         self._deliver = deliver
         self._clock = clock
         self._period_s = period_s
+        self.pause_s = period_s
+        """Until the next tick, as far as is known."""
         self._stop = threading.Event()
         self._taken = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,9 +79,12 @@ class Ticker:
                 self._deliver(state)
                 if state.unread_bytes or state.health.word is Word.CONNECTING:
                     period = CATCHING_UP_S
+                elif state.ended and state.connection == "ended":
+                    period = RESTING_S * self._period_s
             except Exception as error:
                 self.error = error
                 self._taken.set()
+            self.pause_s = max(period, self._period_s)
             self._stop.wait(max(0.0, period - (time.monotonic() - began)))
             if not self._stop.is_set():
                 self._taken.wait(5.0)

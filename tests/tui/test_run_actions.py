@@ -324,5 +324,16 @@ async def test_help_has_every_binding_and_every_column(tmp_path: Path) -> None:
                 assert binding.tooltip in text
         assert all(plot.title in text and plot.help in text for plot in PLOTS)
         assert all(meaning in text for _, _, meaning in COLUMNS)
-        for column in ("tokens", "batches", "epoch", "share", "pad", "tok/s", "peak", "sign", "waited", "device"):
+        for column in (
+            "tokens",
+            "batches",
+            "epoch",
+            "share",
+            "pad",
+            "tok/s",
+            "peak",
+            "sign",
+            "waited",
+            "device",
+        ):
             assert column in text
