@@ -37,6 +37,7 @@ _LIBRARIES = (
     "/usr/lib",
     "/usr/local/lib",
     "/lib/x86_64-linux-gnu",
+    "/usr/local/nvidia/lib64",  # where container runtimes mount it
 )
 _ASK_TORCH = """\
 import json, sys
@@ -62,7 +63,7 @@ def quick(workspace: Path, question: Mapping[str, Any]) -> dict[str, Any]:
         "shm_gib": _free_gib(Path("/dev/shm")),
         "nodes": list(_device_nodes()),
         "majors": _majors(),
-        "driver": _driver(),
+        "driver": _driver(env),
         "paths": {name: _look(name, workspace, env) for name in question.get("paths", [])},
     }
 
@@ -131,9 +132,9 @@ def _majors() -> dict[str, int]:
     return {name: int(number) for number, name in found}
 
 
-def _driver() -> dict[str, str | None]:
+def _driver(env: Mapping[str, str]) -> dict[str, str | None]:
     kernel = _kernel_driver()
-    return {"kernel": kernel, "library": _library_driver() if kernel else None}
+    return {"kernel": kernel, "library": _library_driver(env) if kernel else None}
 
 
 def _kernel_driver() -> str | None:
@@ -142,9 +143,10 @@ def _kernel_driver() -> str | None:
     return match[1] if match else None
 
 
-def _library_driver() -> str | None:
-    """The version of libcuda, by the name of its file."""
-    for folder in _LIBRARIES:
+def _library_driver(env: Mapping[str, str]) -> str | None:
+    """The version of libcuda, by the name of its file, where a trainer with the variables `env` looks."""
+    own = [folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    for folder in (*own, *_LIBRARIES):
         for path in sorted(Path(folder).glob("libcuda.so.*.*")):
             if match := re.fullmatch(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)", path.name):
                 return match[1]
@@ -158,11 +160,14 @@ def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
     if name.startswith("package:"):
         import importlib.metadata
 
-        try:
-            version = importlib.metadata.version(name.removeprefix("package:"))
-        except importlib.metadata.PackageNotFoundError:
+        folders = [folder for folder in env.get("PYTHONPATH", "").split(":") if folder]
+        found = importlib.metadata.distributions(
+            name=name.removeprefix("package:"), path=[*folders, *sys.path]
+        )
+        package = next(iter(found), None)
+        if package is None:
             return {"there": False, "seen": "the package is not installed"}
-        return {"there": True, "seen": f"version {version}"}
+        return {"there": True, "seen": f"version {package.version}"}
     if name.startswith(PAYLOAD_PREFIX):
         path = Path(__file__).parent / name.removeprefix(PAYLOAD_PREFIX)
     else:

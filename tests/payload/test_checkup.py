@@ -95,3 +95,24 @@ def test_a_containers_memory_is_read_from_both_kinds_of_groups(
     where = (tmp_path / "groups", tmp_path / "proc")
     assert memory_events.read(*where).limit_gib == 4.0
     assert memory_events.used_gib(*where) == 1.0
+
+
+def test_packages_and_the_drivers_library_are_looked_for_where_the_trainer_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "site" / "made_up_model-1.2.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: made-up-model\nVersion: 1.2\n")
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "libcuda.so.550.54.15").touch()
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Kernel Module  550.54.15  today")
+    monkeypatch.setattr(checkup, "_KERNEL_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(checkup, "_LIBRARIES", ())
+    question = {"paths": ["package:made-up-model"]}
+    bare = checkup.quick(tmp_path, question)
+    assert bare["driver"] == {"kernel": "550.54.15", "library": None}
+    assert bare["paths"]["package:made-up-model"]["there"] is False
+    env = {"PYTHONPATH": f"/none:{tmp_path / 'site'}", "LD_LIBRARY_PATH": str(tmp_path / "nvidia")}
+    given = checkup.quick(tmp_path, {**question, "env": env})
+    assert given["driver"] == {"kernel": "550.54.15", "library": "550.54.15"}
+    assert given["paths"]["package:made-up-model"] == {"there": True, "seen": "version 1.2"}
