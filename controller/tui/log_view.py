@@ -13,7 +13,6 @@ from typing import ClassVar
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.message import Message
 
 from controller import paths
 from controller.log_scan import Containing, Matches
@@ -42,17 +41,12 @@ class LogView(LogWindow):
         Binding("right", "side(1)", "right", show=False, tooltip="log: a long line to the right"),
         Binding("e", "error(False)", "next error", show=False, tooltip="log: next line of an error"),
         Binding("E", "error(True)", "previous error", show=False, tooltip="log: previous line of an error"),
-        Binding(
-            "t", "ask_filter", "filter", show=False, tooltip="log: only lines of a rank, thread or regex"
-        ),
+        Binding("t", "screen.ask_filter", "filter", show=False, tooltip="log: only lines of a rank or regex"),
         Binding("w", "wrap", "wrap", show=False, tooltip="log: wrap long lines, or cut them"),
         Binding("v", "select", "select", show=False, tooltip="log: select lines; arrows extend, y copies"),
         Binding("s", "save", "save", show=False, tooltip="log: save what is selected, or filtered, or all"),
         Binding("o", "older", "older", show=False, tooltip="log: copy older lines that are not here"),
     ]
-
-    class AskFilter(Message):
-        """The user wants to say which lines to show."""
 
     # what others ask
 
@@ -170,10 +164,6 @@ class LogView(LogWindow):
     def _bottom(self) -> int:
         self._lay_out()
         return self._page.rows[self._laid_out[-1][0]].start if self._laid_out else 0
-
-    def action_ask_filter(self) -> None:
-        """Ask which lines to show."""
-        self.post_message(self.AskFilter())
 
     def filter(self, text: str) -> None:
         """Show only lines of the rank or thread `text`, or those that match it; none: show all."""

@@ -107,7 +107,7 @@ class RunScreen(Screen[None]):
     def on_mount(self) -> None:
         """Begin at the log."""
         self._view("events").stick_to_end = True
-        self.log_view.focus()
+        self.set_focus(self.log_view)
 
     def on_resize(self) -> None:
         """Give every part its room."""
@@ -150,7 +150,7 @@ class RunScreen(Screen[None]):
     def show_tab(self, name: str) -> None:
         """Show another tab."""
         self.query_one("#body", ContentSwitcher).current = name
-        self.query_one(f"#{name}").focus()
+        self.set_focus(self.query_one(f"#{name}"))  # at once: keys may be typed ahead
         self.draw()
         self.call_after_refresh(self.draw)
 
@@ -189,8 +189,8 @@ class RunScreen(Screen[None]):
         """Ask what to find in the log."""
         self._ask("find in the log (regular expression)", self.log_view.search)
 
-    @on(LogView.AskFilter)
-    def _on_ask_filter(self) -> None:
+    def action_ask_filter(self) -> None:
+        """Ask which lines of the log to show."""
         seen = ", ".join(self.log_view.prefixes[:8])
         self._ask(f"only lines of {seen or 'a rank or thread'}, or a regular expression; empty: all",
                   self.log_view.filter)  # fmt: skip
@@ -202,12 +202,12 @@ class RunScreen(Screen[None]):
         find.placeholder = question
         find.value = ""
         find.display = True
-        find.focus()
+        self.set_focus(find)  # at once: what is typed ahead is the answer
 
     @on(Input.Submitted, "#find")
     def _on_find(self, event: Input.Submitted) -> None:
         event.input.display = False
-        self.log_view.focus()
+        self.set_focus(self.log_view)
         self._answered(event.value)
 
     def on_key(self, event: events.Key) -> None:
@@ -216,7 +216,7 @@ class RunScreen(Screen[None]):
             find = self.query_one("#find", Input)
             if find.display:
                 find.display = False
-                self.log_view.focus()
+                self.set_focus(self.log_view)
             elif self.tab == "log":
                 self.log_view.escape()
 

@@ -95,6 +95,19 @@ def test_q_ends_the_process_at_once_with_a_connection_that_hangs_and_restores_th
         terminal.close()
 
 
+def test_what_is_typed_ahead_of_a_question_is_no_key(tmp_path: Path) -> None:
+    terminal = Terminal(golden.healthy().write(tmp_path))
+    try:
+        terminal.read_until(b"detach", 30)
+        os.write(terminal.master, b"/lS\r")  # l alone would open the launch form, S ask to stop the run
+        with pytest.raises(AssertionError):
+            terminal.read_until(b"launch", 1)
+        os.write(terminal.master, b"q")
+        assert terminal.finish(10) == 0, "q detaches: no question is open"
+    finally:
+        terminal.close()
+
+
 def test_a_run_that_goes_on_is_redrawn_every_second(tmp_path: Path) -> None:
     run = golden.healthy()
     directory = run.write(tmp_path)
