@@ -117,10 +117,11 @@ class RunReader:
         """The state after the last poll."""
         return self._state
 
-    def poll(self, now: float) -> RunState:
+    def poll(self, now: float, *, history: bool = True) -> RunState:
         """Read what is new and return the state at the laptop's Unix time `now`.
 
-        A bounded amount of work: poll again at once while `unread_bytes` of the state is not 0.
+        A bounded amount of work: poll again at once while `unread_bytes` of the state is not 0. Without
+        `history` only the small files are read, which takes a millisecond and draws most of an overview.
         """
         mirror, status = self._record(MIRROR), self._record(rundir.STATUS)
         files = table(mirror or {}, "files")
@@ -128,6 +129,9 @@ class RunReader:
         unparsable: dict[str, int] = {}
         restarted = set()
         for name, cursor in self._cursors.items():
+            if not history:
+                records[name] = ()
+                continue
             lines, too_long, again = cursor.read(whole(table(files, name), "generation"))
             found, bad = rundir.read_records(lines)
             records[name] = tuple(found)
@@ -135,7 +139,7 @@ class RunReader:
             if again:
                 restarted.add(name)
         crashes, stacks = self._crash_folder()
-        foreign = self._foreign.poll() if self._foreign else None
+        foreign = self._foreign.poll() if self._foreign and history else None
         if foreign is not None:
             records[rundir.EVENTS] = foreign.events
             restarted |= {rundir.EVENTS} if foreign.restarted else set()
@@ -155,7 +159,7 @@ class RunReader:
             unparsable=unparsable,
             restarted=frozenset(restarted),
             unread_bytes=sum(cursor.unread for cursor in self._cursors.values())
-            + (1 if foreign and foreign.more else 0),
+            + (1 if not history or (foreign and foreign.more) else 0),
             total_bytes=sum(cursor.size for cursor in self._cursors.values()),
         )
         self._state = reduce(self._state, news, now, self._limits)

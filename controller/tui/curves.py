@@ -272,7 +272,9 @@ def _values(state: RunState, plot: Plot, look: Look) -> Text:
         if gaps:
             text.append(f" {gaps} gap{'s' * (gaps != 1)} (NaN)", style=WARN)
     if not any(state.curves[name].all_points for name, _ in plot.curves):
-        return line(("no values yet", LABEL))
+        return line(("being read" if state.unread_bytes else "no values yet", LABEL))
+    if state.unread_bytes and state.total_bytes:
+        text.append(f" {1 - state.unread_bytes / state.total_bytes:.0%} read", style=WARN)
     if look.log and not plot.linear:
         text.append(" log", style=LABEL)
     if plot.falls and look.whole and not look.log and window is not None:

@@ -85,6 +85,8 @@ def _no_gpus(state: RunState) -> Text:
     reason = state.gpu_table.none_reason
     if reason:
         return line(("none: ", VALUE), remote(reason, PLAIN))
+    if state.unread_bytes:
+        return Text("being read", style=LABEL)
     if state.health.word.no_news or state.ended:
         return Text("nothing was heard of them", style=LABEL)
     return Text("not asked yet", style=LABEL)

@@ -20,6 +20,9 @@ PERIOD_S = 1.0
 RESTING_S = 10.0
 """Of a run that has ended and is here whole; it may be resumed yet."""
 
+FIRST_SCREEN_S = 0.15
+"""Left to the first screen, drawn of the small files alone, before history is read behind it."""
+
 CATCHING_UP_S = 0.05
 """Pause between polls while history is unread or the first news is on its way."""
 
@@ -60,30 +63,34 @@ class Ticker:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def tick(self) -> RunState:
-        """Read once, in the caller's thread."""
-        return self._reader.poll(self._clock())
+    def tick(self, *, history: bool = True) -> RunState:
+        """Read once, in the caller's thread; without `history` only what is quickly read."""
+        return self._reader.poll(self._clock(), history=history)
 
     def taken(self) -> None:
         """The screen has taken what was delivered; from any thread."""
         self._taken.set()
 
     def _run(self) -> None:
+        first = True
         while not self._stop.is_set():
             began = time.monotonic()
             period = self._period_s
             try:
-                state = self.tick()
+                state = self.tick(history=not first)
                 self.error = None
                 self._taken.clear()
                 self._deliver(state)
-                if state.unread_bytes or state.health.word is Word.CONNECTING:
-                    period = CATCHING_UP_S
+                if first:
+                    period = FIRST_SCREEN_S
+                elif state.unread_bytes or state.health.word is Word.CONNECTING:
+                    period = CATCHING_UP_S + time.monotonic() - began
                 elif state.ended and state.connection == "ended":
                     period = RESTING_S * self._period_s
             except Exception as error:
                 self.error = error
                 self._taken.set()
+            first = False
             self.pause_s = max(period, self._period_s)
             self._stop.wait(max(0.0, period - (time.monotonic() - began)))
             if not self._stop.is_set():

@@ -22,10 +22,10 @@ async def test_a_reader_that_fails_is_said_and_never_leaves_live_on_the_screen(
     poll = RunReader.poll
     broken = threading.Event()
 
-    def poll_or_fail(self: RunReader, now: float) -> RunState:
+    def poll_or_fail(self: RunReader, now: float, *, history: bool = True) -> RunState:
         if broken.is_set():
             raise MemoryError("[no] memory")
-        return poll(self, now)
+        return poll(self, now, history=history)
 
     monkeypatch.setattr(RunReader, "poll", poll_or_fail)
     app = RunApp(directory, clock=lambda: golden.NOW, period_s=0.05)
