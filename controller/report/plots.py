@@ -29,6 +29,9 @@ AVERAGES = 100
 """Means of a noisy curve."""
 
 RAW = ", raw"
+_FEW = ("second", "main", "good", "third")
+"""Styles of few GPUs, one each; of many, targets and drafters have one."""
+
 
 CLASSES = {
     "loss": "raw", "loss_ema": "main", "tau": "good", "tau_estimate": "second", "tokens_per_s": "second",
@@ -90,13 +93,14 @@ def _gpu_figure(state: RunState, plot: Plot) -> Markup | None:
     series = state.gpu_table.busy if plot.source == "busy" else state.gpu_table.memory
     if window is None:
         return None
-    drawn = []
+    drawn: list[Line] = []
     for gpu in state.gpus:
         points = series.get(gpu.uuid, Series()).all_points
         if not any(y is not None for _, y in points):
             continue
         role = gpu_role(gpu)
-        style = {"T": "second", "D": "main"}.get(role, "raw")
+        few = len(state.gpus) <= len(_FEW)
+        style = _FEW[len(drawn)] if few else {"T": "second", "D": "main"}.get(role, "raw")
         number = "?" if gpu.index is None else f"{gpu.index}"
         drawn.append(Line(points, f"{style} thin", f"{number} {role}".strip(), figures.share))
     if not drawn:
@@ -172,7 +176,7 @@ def _figure(
 def _wrapped(plot: Plot, drawn: Sequence[Line], parts: Sequence[Markup], note: str, data: str) -> Markup:
     legend: list[Markup] = []
     named = [one for one in drawn if not one.label.endswith(RAW)]
-    few = len(named) <= 3
+    few = len(named) <= len(_FEW)
     for one in named if few else ():
         value = next((y for _, y in reversed(one.points)), None)
         legend.append(

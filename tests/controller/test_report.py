@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller import paths
+from controller.cli import main
 from controller.errors import LocalStateError, UsageError
+from controller.inventory import Host
 from controller.report import style, writing
 from controller.report.markup import Markup, el, text
 from controller.report.page import report_page, traceback_markup
 from controller.report.writing import page_of, write_report
+from controller.run_place import RunPlace
 from controller.run_state import RunState
 from controller.tui.palette import GREY, INK, OKABE_ITO, PAPER
 from tests.tui import golden
@@ -155,3 +159,22 @@ def test_it_is_written_whole_or_not_at_all_and_says_why(
     assert target.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1129-a7f3", "1129-a7f3.html"]
     shutil.rmtree(tmp_path / "1129-a7f3")
+
+
+def test_the_command_writes_it_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = golden.finished()
+    directory = paths.make_mirror_dir("1129-a7f3", "10.1.2.6")
+    run.write(directory)
+    host = Host(name="gpu1", kind="ssh", address="10.1.2.6")
+    RunPlace(
+        host=host, run_id="1129-a7f3", run_dir="/workspace/runs/x", payload_dir="/workspace/payloads/x",
+        digest="5f" * 32, python="python3", created=golden.NOW, job_name="qwen3-8b",
+    ).write(directory)  # fmt: skip
+    target = tmp_path / "page.html"
+    assert main(["report", "1129", "--out", str(target)]) == 0
+    assert f"written to {target}" in capsys.readouterr().err
+    assert "✓ FINISHED" in Page(target.read_text()).text
+    assert main(["report", "nothing-like-it"]) == UsageError.exit_code
