@@ -16,6 +16,8 @@ from remote_payload.train.execution import COMPILED, EAGER, GRAPH
 from remote_payload.train.replica import Replica
 from tests.payload.small_replica import make_replica, rows, run_rows
 
+pytestmark = pytest.mark.slow  # each compiles
+
 CPU = torch.device("cpu")
 
 
