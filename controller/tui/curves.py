@@ -233,6 +233,8 @@ def _heading(state: RunState, plot: Plot, width: int, look: Look, chosen: bool) 
     """The title, the value of each curve (at the cursor, or the newest), and the age of the data."""
     text = line(("▸" if chosen else "", GOOD), (f"{plot.title} ", HEADING))
     age, stale = state.ages.events, CURVES_STALE_S
+    if state.progress is not None and state.progress.phase != "training" and not state.health.word.no_news:
+        stale = float("inf")  # nobody makes steps now, and the first line says what is done instead
     if plot.source == "acceptance":
         text.append_text(acceptance_values(state))
     elif plot.source:
