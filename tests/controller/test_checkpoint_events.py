@@ -85,5 +85,7 @@ def test_the_best_is_shown_beside_the_newest_tau_unless_it_is_that_one() -> None
     for best, shown in (({"step": 400, "tau": 3.1}, True), ({"step": 800, "tau": 2.5}, False), (None, False)):
         state = reduce(RunState(), News(progress={**record, "best": best}), NOW)
         assert ("best 3.10 at step 400" in "\n".join(status_lines(state))) is shown
-        assert ("best 3.10 @400" in learning_line(state, 120).plain) is shown
-        assert "best" not in learning_line(state, 100).plain
+        assert ("best 3.10@400" in learning_line(state, 80).plain) is shown
+        assert "best 3.10@400" not in learning_line(state, 60).plain  # its step is the first that goes
+        narrow = learning_line(state, 32).plain
+        assert "tau 2.50" in narrow and "best" not in narrow

@@ -35,8 +35,8 @@ def test_every_golden_run_directory_is_read(name: str, tmp_path: Path) -> None:
         state = reader.poll(NOW)
     words = {
         "dead_thread": "FAILED", "killed": "KILLED", "lost": "LOST", "no_news": "STALE",
-        "reconnecting": "RECONNECTING", "stalled": "STALLED", "finished": "FINISHED",
-        "stopped": "STOPPED",
+        "reconnecting": "RECONNECTING", "stalled": "STALLED", "stale_heartbeat": "STALLED",
+        "finished": "FINISHED", "stopped": "STOPPED",
     }  # fmt: skip
     assert state.state == words.get(name, "LIVE")
     assert bool(state.curves["loss"].points) is (name != "first_minute")
