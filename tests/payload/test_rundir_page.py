@@ -1,4 +1,4 @@
-"""docs/rundir.md against the trainer's source: what it writes stands there, and what stands there is written."""
+"""docs/rundir.md against the trainer: what it writes stands there, and what stands there is written."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remote_payload.job import Job, JobError
@@ -60,6 +60,7 @@ def test_a_decay_without_wsd_is_refused_since_nothing_would_read_it() -> None:
         job_of(decay=0.5)
 
 
+@example(schedule="wsd", steps=7, warmup=0.5, decay=1.0)
 @given(
     schedule=st.sampled_from(["cosine", "linear", "wsd"]),
     steps=st.integers(1, 300),
@@ -76,6 +77,7 @@ def test_rates_are_within_0_and_the_peak_rise_then_fall_and_never_jump(
     assert all(a <= b for a, b in itertools.pairwise(found[: peak + 1]))
     assert all(a >= b for a, b in itertools.pairwise(found[peak:]))
     rise = max(1, round(warmup * steps))
-    fall = steps - rise if schedule != "wsd" else max(1, round(changes["decay"] * steps))
-    steepest = {"cosine": math.pi, "linear": 2.0, "wsd": 2.0 * math.sqrt(fall)}[schedule] / max(1, fall)
+    fall = round(changes["decay"] * steps) if schedule == "wsd" else steps
+    fall = max(1, min(fall, steps - rise))  # the rise comes first, also where both were rounded up
+    steepest = {"cosine": math.pi, "linear": 2.0, "wsd": 2.0 * math.sqrt(fall)}[schedule] / fall
     assert all(abs(a - b) <= max(2.0 / rise, steepest) + 1e-9 for a, b in itertools.pairwise(found))
