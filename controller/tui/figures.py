@@ -91,3 +91,11 @@ def bar(value: float | None, width: int) -> str:
     full, rest = divmod(eighths, 8)
     partial = " ▏▎▍▌▋▊▉"[rest] if rest else ""
     return ("█" * full + partial).ljust(width, "░" if full + bool(rest) < width else " ")
+
+
+def amount(size: int) -> str:
+    """`1.9 GiB`, `812 KiB`, `40 bytes`."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} byte{'s' * (size != 1)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,9 @@ from controller.log_file import LogFile
 from controller.log_scan import SLICE, Containing, LogScan, Matches, matching
 from controller.log_spans import Row, Span
 from controller.mirror import ask_for_whole_log
+from controller.tui.figures import amount
 from controller.tui.log_page import Found, LogPage
+from controller.tui.log_prefix import prefix_of
 
 RESTING_S = 10.0
 """Between looks at the log of a run that has ended."""
@@ -36,18 +37,6 @@ BUSY_S = 0.2
 
 SAVED_BYTES = 256 << 20
 """Most bytes that are saved to a file."""
-
-PREFIX = re.compile(
-    r"\s*(?:\[?[\d/T:.,-]{8,26}\]?\s+){0,2}\[?((?:rank|default|drafter|target|replica|reader|evaluator|worker)"
-    r"[ -]?\d*)\]?[:\s]",
-    re.IGNORECASE,
-)
-
-
-def prefix_of(text: str) -> str:
-    """The rank or thread that a line names at its beginning: `rank0`, `drafter-1`; empty: none."""
-    found = PREFIX.match(text[:80])
-    return found[1].lower().replace(" ", "-").rstrip("-") if found else ""
 
 
 class LogFeed:
@@ -120,13 +109,26 @@ class LogFeed:
         self._later(lambda: self._go(ticket, 0))
 
     def seek(self, ticket: int, matches: Matches, start: int, *, back: bool, what: str) -> None:
-        """Go to the next line that matches: behind the one at `start`, or before it. `what` is not found
-        otherwise: a note says so.
+        """Go to the next line that matches: behind the one at `start`, or before it. Otherwise a note says
+        that there is no `what`.
         """
 
         def do() -> None:
             self._ticket = ticket
-            self._seeking = self._sought(matches, start, back, what)
+            place = start if back else self._behind(start)
+            self._seeking = self._sought(
+                matches, [(place, back)], f"no {what} {'above' if back else 'below'}"
+            )
+
+        self._later(do)
+
+    def seek_around(self, ticket: int, matches: Matches, start: int) -> None:
+        """Go to the last line that matches, up to the one at `start`; without any to the first behind it."""
+
+        def do() -> None:
+            self._ticket = ticket
+            place = self._behind(start)
+            self._seeking = self._sought(matches, [(place, True), (place, False)], "no line matches")
 
         self._later(do)
 
@@ -208,8 +210,10 @@ class LogFeed:
         worked = False
         while time.monotonic() < until and not self._requests and not self._stopped:
             if self._seeking is not None:
-                found = next(self._seeking, None)
-                if found is not None:
+                found = next(self._seeking, _END)
+                if found == _END:
+                    self._seeking = None
+                elif found is not None:
                     self._seeking = None
                     self._go(self._ticket, found)
                 worked = True
@@ -269,47 +273,42 @@ class LogFeed:
             return Containing(matches.needle, also=shown)
         return lambda text: shown(text) and matches(text)
 
-    def _sought(self, matches: Matches, start: int, back: bool, what: str) -> Iterator[int | None]:
-        """Yields None after each slice without a match, then where the match is."""
-        file, both = self._file, self._both(matches)
-        place = start if back else self._behind(start)
-        while True:
-            spans = self._slice_before(place) if back else self._slice_from(place)
-            if not spans:
-                self._say(f"no {what} {'above' if back else 'below'}")
-                while True:
-                    yield None
-                    self._seeking = None
-            for low, high in spans[::-1] if back else spans:
-                hits = matching(file.read(low, high), both)
-                if hits:
+    def _sought(self, matches: Matches, ways: list[tuple[int, bool]], none: str) -> Iterator[int | None]:
+        """Yields None after each slice without a match, then where the match is; says `none` at the end.
+
+        `ways`: places to begin at, and whether to look backwards from there; one after the other.
+        """
+        both = self._both(matches)
+        for place, back in ways:
+            while spans := self._slice_before(place) if back else self._slice_from(place):
+                low, high = spans
+                if hits := matching(self._file.read(low, high), both):
                     yield low + (hits[-1] if back else hits[0])
-            place = spans[0][0] if back else spans[-1][1]
-            yield None
+                place = low if back else high
+                yield None
+        self._say(none)
 
     def _behind(self, start: int) -> int:
         spans = self._file.spans_from(start, 1)
         return spans[0].stop if spans else self._file.end
 
-    def _slice_from(self, place: int) -> list[tuple[int, int]]:
+    def _slice_from(self, place: int) -> tuple[int, int] | None:
         """Whole lines of about a slice from `place` on, as a range; gaps are passed over."""
         known = self._file.extents.run_from(place)
         if known is None:
-            return []
+            return None
         start, stop = known
         if stop - start <= SLICE:
-            return [(start, stop)]
+            return start, stop
         end = self._file.start_of(start + SLICE)
-        if end <= start:
-            end = self._behind(start)
-        return [(start, end)]
+        return start, end if end > start else self._behind(start)
 
-    def _slice_before(self, place: int) -> list[tuple[int, int]]:
+    def _slice_before(self, place: int) -> tuple[int, int] | None:
         known = self._file.extents.run_before(place)
         if known is None:
-            return []
+            return None
         start, stop = known
-        return [(start if stop - start <= SLICE else self._file.start_of(stop - SLICE), stop)]
+        return start if stop - start <= SLICE else self._file.start_of(stop - SLICE), stop
 
     # pages
 
@@ -394,13 +393,9 @@ class LogFeed:
             place = spans[-1].stop
 
 
+_END = -1
+"""What a search without a match ends with."""
+
+
 def _found(scan: LogScan | None) -> Found | None:
     return None if scan is None else Found(count=len(scan.found), done=scan.done)
-
-
-def amount(size: int) -> str:
-    """`1.9 GiB`, `812 KiB`, `40 bytes`."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} byte{'s' * (size != 1)}"

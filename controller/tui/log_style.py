@@ -9,8 +9,9 @@ from rich.text import Text
 
 from controller.log_spans import Row
 from controller.tui.ansi import coloured
+from controller.tui.figures import amount
 from controller.tui.lines import line
-from controller.tui.log_feed import PREFIX, amount
+from controller.tui.log_prefix import PREFIX
 from controller.tui.palette import BAD, GOOD, LABEL, PLAIN, SKY, TAB_ON, WARN
 
 BAD_LINE = re.compile(

@@ -18,8 +18,9 @@ from controller import paths
 from controller.log_scan import Containing, Matches
 from controller.tui import log_layout
 from controller.tui.lines import line
-from controller.tui.log_feed import AROUND, prefix_of
+from controller.tui.log_feed import AROUND
 from controller.tui.log_page import Found
+from controller.tui.log_prefix import prefix_of
 from controller.tui.log_style import BAD_LINE, gap_text
 from controller.tui.log_window import LogWindow
 from controller.tui.palette import LABEL, PLAIN, RULE_STYLE, WARN
@@ -126,13 +127,15 @@ class LogView(LogWindow):
 
     def search(self, text: str) -> None:
         """Mark what the regular expression `text` finds (a wrong one is taken literally), and go to the
-        last line that matches from here upwards; none: forget the search.
+        last line that matches from here upwards, or to the first below; none: forget the search.
         """
         self._pattern, self._matches = _pattern(text), _matches(text)
         if self._feed is not None:
             self._feed.search(self._matches)
         if self._matches is not None:
-            self._seek(self._matches, back=True, start=self._bottom() + 1, what="match")
+            self._ticket += 1
+            if self._feed is not None:
+                self._feed.seek_around(self._ticket, self._matches, self._bottom())
         self.refresh()
 
     def next_match(self, *, back: bool) -> None:

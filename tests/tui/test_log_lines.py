@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from controller.log_spans import Row
 from controller.text import newest_state
 from controller.tui.ansi import coloured
-from controller.tui.log_feed import prefix_of
 from controller.tui.log_layout import Layout, index_of, pieces
+from controller.tui.log_prefix import prefix_of
 from controller.tui.log_style import styled
 from controller.tui.palette import OKABE_ITO, PLAIN
 from controller.tui.traceback_lines import traceback_lines

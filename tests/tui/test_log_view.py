@@ -146,6 +146,16 @@ async def test_a_wrong_regular_expression_is_taken_literally(open_run: Open) -> 
         assert "1 line matches" in await press(pilot, "slash", *"[   0,", "enter")
 
 
+async def test_a_search_finds_the_lowest_line_on_the_screen_and_what_is_only_below(open_run: Open) -> None:
+    async with open_run(run_with([f"line {n:04}" for n in range(3000)])) as pilot:
+        view = log_of(pilot)
+        await press(pilot, "slash", *"2999", "enter")
+        assert view._mark == 2999 * 10
+        await press(pilot, "escape", "home")
+        assert "line 2500" in await press(pilot, "slash", *"2500", "enter")
+        assert "no line matches" in await press(pilot, "slash", *"absent", "enter")
+
+
 async def test_matches_are_counted_in_all_of_the_log_and_new_ones_join_them(
     open_run: Open, folder: Path
 ) -> None:
@@ -182,7 +192,9 @@ async def test_t_shows_only_the_lines_of_a_rank_and_escape_all_of_them(open_run:
         assert "[rank1]: yes" in shown
         assert "[rank0]: no" not in shown
         assert "[rank1]: says 1" in await press(pilot, "home")
-        assert "no match" in await press(pilot, "slash", *"rank0", "enter"), "a search is of what is shown"
+        assert "no line matches" in await press(pilot, "slash", *"rank0", "enter"), (
+            "a search is of what is shown"
+        )
         await press(pilot, "escape", "escape")
         assert "[rank0]: no" in await press(pilot, "end")
 
