@@ -54,6 +54,7 @@ BAD = Style(color=VERMILLION, bold=True)
 HEADING = Style(color=SKY, bold=True)
 RULE_STYLE = Style(color=RULE)
 KEY = Style(color=ORANGE, bold=True)
+CHOSEN = Style(bgcolor="#2B333D")
 TAB_ON = Style(color=BLACK, bgcolor=SKY, bold=True)
 
 

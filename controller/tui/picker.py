@@ -21,7 +21,7 @@ from textual.screen import ModalScreen
 
 from controller.errors import DflashctlError
 from controller.tui.lines import Lines, LineView, line
-from controller.tui.palette import HEADING, KEY, LABEL, WARN
+from controller.tui.palette import CHOSEN, HEADING, KEY, LABEL, VALUE, WARN
 from controller.tui.run_list import RunRow, run_rows, run_table
 
 MOST_MIRRORS = 6
@@ -157,9 +157,13 @@ class RunPicker(ModalScreen[Path | None]):
         names, lines = run_table(self._rows, max(20, view.scrollable_content_region.width - 2))
         for row, text in zip(self._rows, lines, strict=True):
             if row.directory == self._chosen:
-                text.stylize("reverse", 0, text.cell_len)
+                text.stylize_before(CHOSEN, 0, len(text.plain))
         marked = [
-            line(("▸ " if row.directory == self._current else "  ", KEY), text)
+            line(
+                ("▸" if row.directory == self._current else " ", KEY),
+                ("›" if row.directory == self._chosen else " ", VALUE),
+                text,
+            )
             for row, text in zip(self._rows, lines, strict=True)
         ]
         view.styles.height = max(3, len(marked))  # at most what app.tcss allows

@@ -81,7 +81,7 @@ def run_rows(now: float) -> list[RunRow]:
 
 COLUMNS = (
     ("state", 20, "the state, and how old the news of it is"),
-    ("run", 21, "its id; `host 2/2` is the second of two hosts of one run"),
+    ("run", 19, "its id; `host 2/2` is the second of two hosts of one run"),
     ("place", 8, "where it trains"),
     ("step", 11, "steps made, and their share of all"),
     ("loss", 5, "of the newest step"),
@@ -126,7 +126,7 @@ def _row(row: RunRow, columns: dict[str, int]) -> Text:
             if row.step is not None and row.steps:
                 cell.append(f" {row.step / row.steps:.0%}", style=LABEL)
         elif name == "loss":
-            cell = line((figures.decimal(row.loss), PLAIN))
+            cell = line((figures.decimal(row.loss, 2), PLAIN))
         elif name == "tau":
             cell = line((figures.decimal(row.tau, 2), PLAIN))
         else:

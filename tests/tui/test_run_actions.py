@@ -90,7 +90,7 @@ async def test_the_picker_lists_runs_with_live_state_and_hosts_in_rank_order() -
         rows = [
             row for row in screen_text(pilot).split("\n")[1:] if "1129-wide host" in row or "1128-dead" in row
         ]
-        assert "▸  ● LIVE  1.2s" in rows[0]
+        assert "▸› ● LIVE  1.2s" in rows[0]
         assert "host 1/2" in rows[0]
         assert "host 2/2" in rows[1]
         assert "gpu2/200" in rows[1]
