@@ -217,7 +217,8 @@ class BatchMaker:
         """Ids and what is supervised of `sample`; of one that cannot be used pads, and nothing."""
         fresh = not self._findings.known(sample)
         if fresh:
-            self._findings.set(sample, self._dataset.look(sample, self._vocabulary))
+            reason = self._dataset.look(sample, self._vocabulary, self._shape.mask_token_id)
+            self._findings.set(sample, reason)
         reason = self._findings.reason(sample)
         if reason is None:
             return self._dataset.ids(sample), self._dataset.supervised(sample)

@@ -23,6 +23,7 @@ from remote_payload.train.columns import IDS, LOSS_MASK, PROMPT_LENGTH, supervis
 from remote_payload.train.converted import converted
 from remote_payload.train.unusable import (
     EMPTY,
+    MASK_TOKEN,
     NO_ANSWER,
     NO_MASK,
     NULL,
@@ -151,10 +152,11 @@ class Dataset:
         mask = self._masks[chunk].row(row)
         return mask == 1 if len(mask) == length else np.zeros(length, np.bool_)
 
-    def look(self, sample: int, vocabulary: int) -> str | None:
+    def look(self, sample: int, vocabulary: int, mask_token_id: int | None = None) -> str | None:
         """Look at the content of `sample`: why it cannot be trained on, None when it can.
 
-        `vocabulary` is the number of ids that exist.
+        `vocabulary` is the number of ids that exist. An answer that holds `mask_token_id` would teach the
+        drafter to draft it, and to take an anchor for a place that is still to be filled.
         """
         chunk, row = self._place(sample)
         if self._null[sample] or self._ids[chunk].has_null(row):
@@ -173,7 +175,10 @@ class Dataset:
             if mask.min() < 0 or mask.max() > 1:
                 return NO_MASK
         supervised = self.supervised(sample)
-        return None if bool(np.any(supervised[:-1] & supervised[1:])) else NO_ANSWER
+        if not np.any(supervised[:-1] & supervised[1:]):
+            return NO_ANSWER
+        masked = mask_token_id is not None and np.any((ids == mask_token_id) & supervised)
+        return MASK_TOKEN if masked else None
 
     def texts(self, column: str) -> list[str] | None:
         """A column of strings (such as `kind`), or None where no file has one of that name.

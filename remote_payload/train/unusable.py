@@ -24,8 +24,13 @@ OTHER_LENGTH = "loss_mask and input_ids differ in length"
 NO_ANSWER = "no two supervised tokens in a row (a prompt without an answer)"
 OUTSIDE_VOCABULARY = "ids outside the vocabulary"
 NO_MASK = "loss_mask holds other values than 0 and 1"
+MASK_TOKEN = "the mask token in its answer (mask_token_id must be an id that no text holds)"
 
-REASONS = (EMPTY, NULL, TOO_SHORT, TOO_LONG, OTHER_LENGTH, NO_ANSWER, OUTSIDE_VOCABULARY, NO_MASK)
+REASONS = (
+    *(EMPTY, NULL, TOO_SHORT, TOO_LONG, OTHER_LENGTH, NO_ANSWER, OUTSIDE_VOCABULARY, NO_MASK),
+    MASK_TOKEN,
+)
+"""Their places are codes in files of runs: new ones come last."""
 
 NAMED = 10
 """How many samples of each reason are named."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from remote_payload.train.batch import Batch, BatchMaker, RowShape, empty_row
 from remote_payload.train.buckets import EpochPlan
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.unusable import NO_ANSWER, OUTSIDE_VOCABULARY
+from remote_payload.train.unusable import MASK_TOKEN, NO_ANSWER, OUTSIDE_VOCABULARY
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 SHAPE = RowShape(token_budget=128, anchors=16, block_size=4, mask_token_id=MASK, gamma=4.0)
@@ -158,6 +158,13 @@ def test_ids_outside_the_vocabulary_are_counted_once_never_reach_the_target_and_
         assert int(batch.ids.min()) >= 0 and int(batch.ids.max()) < VOCABULARY
     assert maker.skipped.count == {OUTSIDE_VOCABULARY: 2}
     assert maker.skipped.first == {OUTSIDE_VOCABULARY: [1, 2]}
+
+
+def test_an_answer_that_holds_the_mask_token_is_counted_and_draws_nothing(tmp_path: Path) -> None:
+    maker = maker_of(tmp_path, [[5] * 20, [5] * 10 + [MASK] + [5] * 9, [MASK] + [5] * 19], [2, 2, 2])
+    batch = make(maker, 0, 1, 2)
+    assert {sample for sample, _ in anchors_of(batch)} == {0, 2}
+    assert MASK not in batch.row.labels and maker.skipped.first == {MASK_TOKEN: [1]}
 
 
 def test_a_sample_without_two_supervised_tokens_in_a_row_is_counted_and_draws_nothing(tmp_path: Path) -> None:

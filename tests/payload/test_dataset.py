@@ -12,6 +12,7 @@ import pytest
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.unusable import (
     EMPTY,
+    MASK_TOKEN,
     NO_ANSWER,
     NO_MASK,
     NULL,
@@ -207,6 +208,16 @@ def test_looking_at_a_sample_tells_why_it_cannot_be_used(
     assert [dataset.look(sample, 97) for sample in range(3)] == [None, reason, None]
     assert len(dataset.ids(1)) == len(dataset.supervised(1)) == dataset.lengths[1]
     assert dataset.ids(2).tolist() == good and dataset.supervised(2).tolist() == [False, True, True]
+
+
+def test_the_mask_token_may_stand_in_a_prompt_and_in_no_answer(tmp_path: Path) -> None:
+    dataset = opened(
+        tmp_path,
+        input_ids=pa.array([[9, 5, 6], [5, 6, 9], [5, 6, 7]], pa.list_(pa.int32())),
+        loss_mask=pa.array([[0, 1, 1]] * 3, pa.list_(pa.int8())),
+    )
+    assert [dataset.look(sample, 97, mask_token_id=9) for sample in range(3)] == [None, MASK_TOKEN, None]
+    assert [dataset.look(sample, 97) for sample in range(3)] == [None] * 3  # to prompt with, all will do
 
 
 def test_what_lengths_tell_of_masks_and_nulls_is_told_before_content_is_touched(tmp_path: Path) -> None:
