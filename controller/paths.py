@@ -71,6 +71,12 @@ def log_mirror_dir(host: str, container: int | None, log_path: str) -> Path:
     return state_root() / "logs" / host / f"{name}-{key}"
 
 
+def payloads_of_logs() -> set[str]:
+    """Digests of the payloads whose feeds follow logs that are no runs': no run directory names these."""
+    places = (state_root() / "logs").glob(f"*/*/{PLACE}")
+    return {str((rundir.read_whole(place) or {}).get("digest")) for place in places}
+
+
 def make_mirror_dir(run_id: str, host: str) -> Path:
     """`mirror_dir`, created, for its owner only. Raises LocalStateError when that fails."""
     return made(mirror_dir(run_id, host))

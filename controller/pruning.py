@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, UsageError
+from controller.paths import payloads_of_logs
 from controller.place import Place
 from controller.ship import Payload, start
 from controller.text import safe_line
@@ -29,16 +30,17 @@ def seconds(text: str) -> float:
 
 def examine(place: Place, payload: Payload, older_s: float) -> list[Item]:
     """All runs, payloads and included files there; `kept` says why one stays, null that it may go."""
-    return _ask(place, payload, {"older_s": older_s, "keep": [payload.digest]})
+    return _ask(place, payload, {"older_s": older_s})
 
 
 def remove(place: Place, payload: Payload, older_s: float, items: Sequence[Item]) -> list[Item]:
     """Remove `items`, each looked at again before: `{"removed", "bytes"}` or `{"kept", "why"}` for each."""
     wanted = [[item["kind"], item["name"]] for item in items]
-    return _ask(place, payload, {"older_s": older_s, "keep": [payload.digest], "remove": wanted})
+    return _ask(place, payload, {"older_s": older_s, "remove": wanted})
 
 
 def _ask(place: Place, payload: Payload, order: dict[str, Any]) -> list[Item]:
+    order["keep"] = sorted({payload.digest, *payloads_of_logs()})
     arrived = start(place, payload, ["prune", place.workspace])
     answers = []
     try:

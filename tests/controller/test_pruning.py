@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from controller import paths
 from controller.errors import ShipError, UsageError
 from controller.includes import Included, collect, send
 from controller.inventory import Host
@@ -154,6 +155,23 @@ def test_a_payload_that_a_process_runs_from_stays(place: Place, payload: Payload
     process.wait()
     process.stdout.close()
     assert kept[OLD] == "a process runs from it"
+
+
+def test_a_payload_whose_feed_follows_a_log_that_is_no_runs_stays(
+    place: Place, payload: Payload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    workspace = Path(place.workspace)
+    for digest in (OLD, USED):
+        make_payload(workspace, digest, days=60)
+    folder = paths.made(paths.log_mirror_dir("10.1.2.6", 200, "/workspace/train.log"))
+    (folder / paths.PLACE).write_text(json.dumps({"digest": OLD}))
+    (paths.made(folder.with_name("damaged")) / paths.PLACE).write_text("{half")
+    items = examine(place, payload, 14 * DAY)
+    kept = {item["name"]: item["kept"] for item in items}
+    assert (kept[OLD], kept[USED]) == ("this dflashctl uses it", None)
+    remove(place, payload, 14 * DAY, items)
+    assert (workspace / "payloads" / OLD).exists() and not (workspace / "payloads" / USED).exists()
 
 
 def test_a_removal_that_broke_off_is_finished_by_the_next(place: Place, payload: Payload) -> None:
