@@ -121,7 +121,8 @@ def tui(
     dflashctl tui --host gpubox --path /workspace/train.log
     """
     from controller.notify import notifying
-    from controller.tui.app import Watched, run_tui
+    from controller.tui.app import run_tui
+    from controller.tui.snapshot import Watched
 
     def opener(run_directory: Path) -> Watched:
         from controller.watching import new_mirror  # what connects: not before the first screen

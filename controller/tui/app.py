@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
-from textual.message import Message
 from textual.screen import Screen
 
 from controller import paths
@@ -37,36 +36,11 @@ from controller.tui.crash_report import write_report
 from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
+from controller.tui.snapshot import Snapshot, Watched
 from controller.tui.ticker import PERIOD_S, Ticker
 
 STUCK_PERIODS = 5
 """Periods without a snapshot after which the first line says that this view is stuck."""
-
-
-class Snapshot(Message):
-    """One immutable state from the ticker; a newer one replaces it."""
-
-    def __init__(self, state: RunState, source: Path) -> None:
-        super().__init__()
-        self.state = state
-        self.source = source
-
-    def can_replace(self, message: Message) -> bool:
-        """Only the newest snapshot is of interest."""
-        return isinstance(message, Snapshot)
-
-
-class Watched(Protocol):
-    """What the TUI needs of a mirror."""
-
-    def start(self) -> None:
-        """Begin to mirror."""
-
-    def stop(self, timeout: float = ...) -> None:
-        """End within about `timeout` seconds."""
-
-    def poke(self) -> None:
-        """Reconnect now."""
 
 
 class RunApp(RunActions):
