@@ -36,9 +36,9 @@ from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.features import Features, pack
 from remote_payload.train.fused_norms import fuse_norms
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import OrderedQueue, RunControl
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Contribution, Reduction
 from remote_payload.train.target import Target
 

@@ -39,9 +39,9 @@ from remote_payload.train.devices import on_device
 from remote_payload.train.drafter import DrafterConfig, choose_taps
 from remote_payload.train.features import Features
 from remote_payload.train.flops import step_flops
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import RunControl
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Contribution, Reduction
 
 RUNGS = (execution.GRAPH, execution.COMPILED, execution.EAGER)

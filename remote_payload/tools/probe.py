@@ -187,8 +187,8 @@ def _small_replica(device: Any, number: int) -> Any:
     from remote_payload.train.batch import RowShape
     from remote_payload.train.devices import compute_dtype
     from remote_payload.train.drafter import DrafterConfig
-    from remote_payload.train.metrics import Statistics
     from remote_payload.train.replica import Replica
+    from remote_payload.train.statistics import Statistics
 
     config = DrafterConfig(
         layers=2,

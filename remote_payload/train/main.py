@@ -28,9 +28,9 @@ from remote_payload.rundir import TrainerExit
 from remote_payload.train.closing import closing_lines
 from remote_payload.train.dataset import DataError
 from remote_payload.train.evaluating import evaluate
-from remote_payload.train.metrics import Progress, rounded
 from remote_payload.train.pipeline import read, run_target
 from remote_payload.train.prepare_run import prepare
+from remote_payload.train.progress import Progress, rounded
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import Aborted, RunControl, ThreadStatus
 from remote_payload.train.tensorboard import TensorBoardSink

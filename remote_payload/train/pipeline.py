@@ -20,8 +20,8 @@ from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, on_device, turn
 from remote_payload.train.features import Features, pack
-from remote_payload.train.metrics import gib
 from remote_payload.train.objective import needs_teacher
+from remote_payload.train.progress import gib
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target

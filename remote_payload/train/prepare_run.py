@@ -26,13 +26,14 @@ from remote_payload.train.drafter import DrafterConfig, choose_taps
 from remote_payload.train.evaluation import Evaluation, held_out_prompts
 from remote_payload.train.features import FeatureCache
 from remote_payload.train.init_from import check_initial
-from remote_payload.train.metrics import Progress, Statistics
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.objective import default_gamma, needs_teacher
+from remote_payload.train.progress import Progress
 from remote_payload.train.resume import check_resume, find_resume, go_on
 from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.saver import Saver
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import check_mask_token, read_config, special_ids
 from remote_payload.train.target_config import rope_differences

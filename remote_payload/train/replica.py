@@ -30,11 +30,11 @@ from remote_payload.train.folded import fold_mask, folded_rule
 from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
 from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.objective import BlockScores, Objective, block_loss, chunk_scores, slots_in_use
 from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.output_head import OutputHead
 from remote_payload.train.row_buffer import RowBuffer
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
 from remote_payload.train.warm_up import StepDown, WarmUp
 from remote_payload.train.weights import FlatWeights

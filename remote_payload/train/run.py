@@ -23,9 +23,10 @@ from remote_payload.train.contract import Contract
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.evaluation import Evaluation, Report
 from remote_payload.train.features import FeatureCache, Features
-from remote_payload.train.metrics import Progress, Statistics
+from remote_payload.train.progress import Progress
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.saver import Saver
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import Target
 

@@ -17,7 +17,6 @@ from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.bottleneck import Waiting
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
-from remote_payload.train.metrics import StepClock
 from remote_payload.train.nonfinite import say_nonfinite
 from remote_payload.train.replica import Replica
 from remote_payload.train.resume import restore
@@ -25,6 +24,7 @@ from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.saving import save
 from remote_payload.train.schedule import learning_rate
+from remote_payload.train.step_clock import StepClock
 from remote_payload.train.sync import Contribution
 from remote_payload.train.warm_up import StepDown
 

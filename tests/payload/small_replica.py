@@ -13,8 +13,8 @@ from remote_payload.job import Job
 from remote_payload.train.batch import BatchMaker, Row, RowShape
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.drafter import DrafterConfig
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.replica import Replica
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
 from tests.payload.tiny import MASK, VOCABULARY, job_values, random_samples, write_arrow, write_model
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.objective import FROM_DISTRIBUTIONS, FROM_LABELS, Objective, block_loss
 from remote_payload.train.optimizer import Optimizer
 from remote_payload.train.output_head import OutputHead
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.weights import FlatWeights
 from tests.payload.test_optimizer import job_of
 

@@ -29,7 +29,7 @@ COUNTED = ("tokens", "drawn", "candidates", "ema")
 
 def report_every_step() -> None:
     """A report of each step, where a run would report once a second."""
-    from remote_payload.train.metrics import StepClock
+    from remote_payload.train.step_clock import StepClock
 
     StepClock.due = lambda _self: True  # type: ignore[method-assign]
 

@@ -96,7 +96,7 @@ def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_eve
 def test_a_failure_of_the_thread_that_reports_is_a_failure_of_the_run(tmp_path: Path) -> None:
     """Else the run would go on unseen, and be taken for stalled."""
     trial = Trial(tmp_path, steps=LONG, held_out="")
-    fault = functools.partial(fail_at, f"{PACKAGE}.metrics", "Progress.snapshot", 2, raise_broken)
+    fault = functools.partial(fail_at, f"{PACKAGE}.progress", "Progress.snapshot", 2, raise_broken)
     assert trial.fork(fault) == 1
     (crash,) = trial.crashes()
     assert (crash["thread"], crash["first"]) == ("progress", True)

@@ -17,9 +17,9 @@ from remote_payload.train.batch import Batch, BatchMaker, Row, RowShape, empty_r
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.features import Features, pack
-from remote_payload.train.metrics import Statistics
 from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import Aborted, RunControl
+from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Agreement, Contribution, Reduction
 from remote_payload.train.target import Target, read_config
 from tests.payload.tiny import MASK, VOCABULARY, job_values, write_arrow, write_model

@@ -1,8 +1,7 @@
-"""What a run knows of itself: statistics that travel with the gradient, and the record of progress.
+"""The record of progress: all of progress.json, in one place that threads write to and one thread reads.
 
-Everything that only the device knows (losses, hits) is added up there in one small vector and read at most
-once a second, so that no step waits for the device. Everything the host knows (tokens, batches, waiting) is
-counted as it happens.
+What the host knows (tokens, batches, waiting) is counted as it happens; what only the device knows comes as
+a `Reading`, at most once a second.
 """
 
 from __future__ import annotations
@@ -11,22 +10,17 @@ import dataclasses
 import itertools
 import math
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remote_payload.train.batch import Batch
-from remote_payload.train.objective import BlockScores, accepted
 from remote_payload.train.run_control import OrderedQueue, ThreadStatus
+from remote_payload.train.statistics import Reading, quotient
 
 EMA_STEPS = 50
 """Steps after which a loss counts 1/e in the moving average."""
-
-WARM_STEPS = 3
-"""Steps left out of the step time that the ETA is made of."""
 
 _COUNTED_BY_BUCKET = (
     *("batches", "tokens", "drawn", "candidates", "documents", "covered"),
@@ -34,77 +28,6 @@ _COUNTED_BY_BUCKET = (
 )
 _CARRIED_ON = ("loss", "loss_ema", "tau_estimate", "tau", "tau_step", "nonfinite_steps", "alarm")
 """What a checkpoint keeps of the progress; the rest is of one attempt, or follows from the step."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Statistics:
-    """Layout of the vector of statistics that replicas sum with their gradients.
-
-    Of P = B - 1 places and K buckets: the sum of decayed cross-entropies and of decay weights; by place hits,
-    labels, labels accepted, labels whose block was accepted so far; by bucket the objective's sum and what it
-    is divided by.
-    """
-
-    block_size: int
-    buckets: int
-
-    def zeros(self, device: torch.device) -> Tensor:
-        """An empty vector."""
-        return torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
-
-    def add(self, vector: Tensor, scores: BlockScores, weights: Tensor, bucket: Tensor) -> None:
-        """Add one row: its `scores`, label `weights` [A, B-1], and `bucket`, an int64 scalar on the device.
-
-        Nothing waits for the device, and a number that is not finite stays in its own bucket.
-        """
-        sums, hits, counts, run, reached, losses, divisors = vector.split(self._sizes)
-        counted = weights > 0
-        taken = accepted(scores.hits, weights)
-        sums += torch.stack([scores.ce.double(), weights.sum(dtype=torch.float64)])
-        hits += (scores.hits & counted).sum(0)
-        counts += counted.sum(0)
-        run += taken.sum(0)
-        reached[0] += counted[:, 0].sum()
-        reached[1:] += (taken[:, :-1] & counted[:, 1:]).sum(0)
-        mine = torch.arange(self.buckets, device=vector.device) == bucket
-        losses += torch.where(mine, scores.loss.detach().double(), 0.0)
-        divisors += torch.where(mine, scores.weight.double(), 0.0)
-
-    def read(self, vector: Tensor) -> Reading:
-        """The vector in words; waits for the device."""
-        values = iter(vector.tolist())
-        sums, hits, counts, run, reached, losses, divisors = (
-            [next(values) for _ in range(size)] for size in self._sizes
-        )
-        return Reading(
-            loss=_over(sum(losses), sum(divisors)),
-            ce=_over(*sums),
-            tau_estimate=1 + sum(run) / reached[0] if reached[0] else None,
-            accuracy=_over_each(hits, counts),
-            conditional_accuracy=_over_each(run, reached),
-            bucket_loss=_over_each(losses, divisors),
-        )
-
-    @property
-    def _sizes(self) -> list[int]:
-        places = self.block_size - 1
-        return [2, places, places, places, places, self.buckets, self.buckets]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
-    """Means over the steps since the last reading; None where there was nothing to measure."""
-
-    loss: float | None
-    """The objective."""
-    ce: float | None
-    """Cross-entropy with the decay weights, whatever the objective, so that curves can be compared."""
-    tau_estimate: float | None
-    accuracy: list[float | None]
-    """By block position: the share of labels that were the drafter's first choice."""
-    conditional_accuracy: list[float | None]
-    """By block position: the same share of those labels before which all were."""
-    bucket_loss: list[float | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,8 +60,8 @@ class BucketProgress:
             "batches": self.batches,
             "tokens": self.tokens,
             "padding_share": rounded(self.padding / self.batches, 4) if self.batches else None,
-            "anchor_coverage_share": rounded(_over(self.drawn, self.candidates), 4),
-            "tokens_per_s": rounded(_over(self.tokens, self.seconds), 1),
+            "anchor_coverage_share": rounded(quotient(self.drawn, self.candidates), 4),
+            "tokens_per_s": rounded(quotient(self.tokens, self.seconds), 1),
             "loss": rounded(self.loss, 4),
             "peak_gib": rounded(self.peak_gib, 3),
         }
@@ -228,8 +151,8 @@ class Progress:
             sum(getattr(bucket, name) for bucket in self.buckets) for name in ("covered", "documents")
         )
         return {
-            "anchor_coverage_share": rounded(_over(self.drawn, self.candidates), 4),
-            "document_coverage_share": rounded(_over(covered, documents), 4),
+            "anchor_coverage_share": rounded(quotient(self.drawn, self.candidates), 4),
+            "document_coverage_share": rounded(quotient(covered, documents), 4),
         }
 
     def target_peak(self, bucket: int, peak_gib: float) -> None:
@@ -301,7 +224,7 @@ class Progress:
                 "anchors": self.drawn,
                 **self._coverage(),
                 "wait": {
-                    f"{role}s_share": rounded(_over(sum(shares), len(shares)), 3)
+                    f"{role}s_share": rounded(quotient(sum(shares), len(shares)), 3)
                     for role, shares in sides.items()
                 },
                 "queues": {
@@ -312,49 +235,6 @@ class Progress:
                 "threads": [thread.record() for thread in self.threads],
                 "devices": [device_record(d, self.threads) for d in _devices(self.threads)],
             }
-
-
-LOG_PERIOD_S = 5.0
-"""Seconds between two lines about steps in the log; events come once a second."""
-
-
-class StepClock:
-    """Times steps and tokens from one report to the next, and the whole run for the ETA."""
-
-    def __init__(self, step: int = 0, tokens: int = 0) -> None:
-        """`step` and `tokens` are what a resumed run begins with."""
-        self._reported = time.monotonic()
-        self._logged = float("-inf")
-        self._first, self._step, self._tokens = step, step, tokens
-        self._warm: tuple[float, int] | None = None
-
-    def due(self) -> bool:
-        """Whether a second has passed since the last report."""
-        return time.monotonic() - self._reported >= 1.0
-
-    def log_due(self) -> bool:
-        """Whether the log should have a line again; notes that it gets one."""
-        due = time.monotonic() - self._logged >= LOG_PERIOD_S
-        if due:
-            self._logged = time.monotonic()
-        return due
-
-    def report(self, step: int, steps: int, tokens: int) -> dict[str, Any]:
-        """Rates since the last report after `step` steps and `tokens` tokens, and the ETA."""
-        now = time.monotonic()
-        passed, done = now - self._reported, step - self._step
-        rates = {
-            "step_s": rounded(passed / max(done, 1), 4),
-            "tokens_per_s": rounded((tokens - self._tokens) / passed, 1),
-            "eta_s": None,
-        }
-        if self._warm and step > self._warm[1]:
-            each = (now - self._warm[0]) / (step - self._warm[1])
-            rates["eta_s"] = rounded(each * (steps - step), 1)
-        if not self._warm and step >= self._first + WARM_STEPS:
-            self._warm = (now, step)
-        self._reported, self._step, self._tokens = now, step, tokens
-        return rates
 
 
 def device_record(device: str, threads: Sequence[ThreadStatus]) -> dict[str, Any]:
@@ -388,14 +268,6 @@ def gib(size: int) -> float:
 def rounded(value: float | None, places: int) -> float | None:
     """`value` to `places` places, or None."""
     return None if value is None else round(value, places)
-
-
-def _over_each(parts: Sequence[float], wholes: Sequence[float]) -> list[float | None]:
-    return [_over(part, whole) for part, whole in zip(parts, wholes, strict=True)]
-
-
-def _over(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
 
 
 def _devices(threads: Sequence[ThreadStatus]) -> list[str]:

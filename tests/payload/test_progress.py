@@ -15,9 +15,11 @@ import torch
 from remote_payload import rundir
 from remote_payload.train.batch import BatchMaker, RowShape
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.metrics import Progress, Reading, Statistics, StepClock
 from remote_payload.train.objective import BlockScores
+from remote_payload.train.progress import Progress
 from remote_payload.train.run_control import ThreadStatus
+from remote_payload.train.statistics import Reading, Statistics
+from remote_payload.train.step_clock import StepClock
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
 FIELDS = """
