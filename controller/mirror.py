@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from controller import paths
+from controller import feed_command
 from controller.connecting import Connecting
 from controller.errors import (
     AuthenticationError,
@@ -33,12 +33,13 @@ from controller.errors import (
     PayloadEnvironmentError,
     ProtocolError,
 )
+from controller.feed_command import FeedCommand
 from controller.frames import Append, Beat, FeedRefusedError, Frame, FrameDecoder, Hello, Refusal, Replace
 from controller.health import Limits, judge
 from controller.mirror_files import MirrorFiles
 from controller.place import Place, Process
 from controller.text import safe_line
-from controller.timing import SCALE_VARIABLE, Timing, awake_and_asleep
+from controller.timing import Timing, awake_and_asleep
 from remote_payload import rundir
 
 LOG_TAIL_BYTES: Final = 1 << 20
@@ -270,8 +271,9 @@ class Mirror:
     def _follow(self) -> bool:
         """One connection, from its making to its end; True when nothing more is to be done."""
         nonce = secrets.token_hex(16)
-        name, argv = self._feed(nonce)
-        with Connecting(self._opener, argv) as connecting:
+        feed = FeedCommand.of(self._directory, nonce, self._timing)
+        self._is_foreign = feed.is_foreign
+        with Connecting(self._opener, feed.argv) as connecting:
             while not connecting.wait(self._timing.poll_s):
                 if self._stop.is_set():
                     return True
@@ -280,30 +282,9 @@ class Mirror:
             self._process, self._asked = connecting.process, None
             request = {"have": self._files.have(), "log_tail": LOG_TAIL_BYTES}
             self._process.send(rundir.encode(request))
-            return self._pump(self._process, FrameDecoder(nonce), name)
+            return self._pump(self._process, FrameDecoder(nonce), feed.serves)
 
-    def _feed(self, nonce: str) -> tuple[str, list[str]]:
-        """What the feed will say that it serves, and the command of the feed."""
-        path = self._directory / paths.PLACE
-        place = rundir.read_whole(path) or {}
-        for key in ("run_id", "python", "payload_dir", "run_dir"):
-            if not isinstance(place.get(key), str):
-                raise LocalStateError(
-                    f"{path}: no {key!r}; the file is absent or was not written by a launch",
-                    "without it nobody knows where the run is; launch anew",
-                )
-        argv = [place["python"], "-S", f"{place['payload_dir']}/remote_payload"]
-        log = place.get("log_path")
-        self._is_foreign = isinstance(log, str)
-        if isinstance(log, str):
-            name, argv = log, [*argv, "feed-log", log, nonce]
-        else:
-            name, argv = place["run_id"], [*argv, "feed", place["run_dir"], nonce]
-        if self._timing.scale != 1:
-            argv = ["env", f"{SCALE_VARIABLE}={self._timing.scale:g}", *argv]
-        return name, argv
-
-    def _pump(self, process: Process, decoder: FrameDecoder, name: str) -> bool:
+    def _pump(self, process: Process, decoder: FrameDecoder, serves: str) -> bool:
         timing = self._timing
         now = awake_and_asleep()
         next_ping = now + timing.ping_s
@@ -313,17 +294,17 @@ class Mirror:
             data = process.receive(timing.poll_s)
             now = awake_and_asleep()
             if data == b"":
-                raise _ended(process, decoder)
+                raise feed_command.ended(process, decoder)
             if data and greeted:
                 dead_at = now + timing.silence_s
             elif now >= dead_at:
-                raise ConnectionLostError(_silence(timing, decoder, greeted))
+                raise feed_command.silent(timing, decoder, greeted)
             if data:
                 for frame in decoder.feed(data):
                     if isinstance(frame, Hello):
-                        if frame.run != name:
+                        if frame.run != serves:
                             said = safe_line(frame.run)
-                            raise FeedRefusedError(f"the feed serves {said!r}, not {name!r}")
+                            raise FeedRefusedError(f"the feed serves {said!r}, not {serves!r}")
                         greeted = True
                         dead_at = now + timing.silence_s
                     self._files.connection["last_heard"] = round(time.time(), 3)
@@ -391,21 +372,3 @@ class Mirror:
             limits=Limits().scaled(self._timing.scale),
         )
         return health.word.ended
-
-
-def _silence(timing: Timing, decoder: FrameDecoder, greeted: bool) -> str:
-    if greeted:
-        return f"nothing was heard for {timing.silence_s:g} s"
-    if decoder.started:
-        return f"the feed started and said nothing for {timing.hello_s:g} s"
-    return f"the feed did not start within {timing.hello_s:g} s"
-
-
-def _ended(process: Process, decoder: FrameDecoder) -> DflashctlError:
-    """Why a feed's output ended, in one sentence."""
-    status = process.wait(1.0)
-    said: Any = process.stderr.strip() or (b"" if decoder.started else decoder.noise.strip())
-    last = safe_line(said.decode(errors="replace").strip().rsplit("\n", 1)[-1])
-    how = "ended" if status is None else f"ended with status {status}"
-    what = "the feed" if decoder.started else "the command that starts the feed"
-    return ConnectionLostError(f"{what} {how}" + (f": {last}" if last else ""))
