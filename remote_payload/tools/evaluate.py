@@ -34,7 +34,7 @@ from remote_payload import rundir
 from remote_payload.job import JobError
 from remote_payload.tools.prompt_files import read_prompt_ids
 from remote_payload.tools.subject import Subject, device_name, find_subject, resolved_target
-from remote_payload.train.devices import compute_dtype, on_device, resolve_devices
+from remote_payload.train.devices import DTYPES, compute_dtype, dtype_name, on_device, resolve_devices
 from remote_payload.train.evaluation import Evaluation, drafter_with
 from remote_payload.train.released import read_released
 from remote_payload.train.target import Target
@@ -78,7 +78,7 @@ def evaluate(subject: Subject, arguments: argparse.Namespace, log: Log) -> Recor
     mine = prompts[shard::shards]
     if not mine:
         raise JobError(f"--shard {shard}/{shards}: {prompts_path} has {len(prompts)} prompts, none for it")
-    log(f"Loading {subject.target} on {device} ({_name(dtype)})...")
+    log(f"Loading {subject.target} on {device} ({dtype_name(dtype)})...")
     with on_device(device):
         target = Target.load(
             model,
@@ -106,7 +106,7 @@ def evaluate(subject: Subject, arguments: argparse.Namespace, log: Log) -> Recor
         "prompts_in_all": len(prompts),
         "max_new_tokens": most,
         "block_size": config.block_size,
-        "dtype": _name(dtype),
+        "dtype": dtype_name(dtype),
         "attention": target.attention,
         "device": _device_name(device),
         "torch": torch.__version__,
@@ -229,10 +229,6 @@ def _tokenizer(target: str, model: Path, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _device_name(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
@@ -269,7 +265,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--max-new-tokens", type=_at_least(2), help="longest text (default: the job's, or 256)")
     add("--target", help="folder, Hugging Face id or package:NAME (default: what it was trained for)")
     add("--device", type=device_name, default="auto", help="auto, cpu or cuda:N (default auto)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of target and drafter")
+    add("--dtype", choices=tuple(DTYPES), help="of target and drafter")
     add("--shard", type=shard_of, default=(0, 1), metavar="I/N", help="prompts I modulo N alone")
     add("--cache", type=Path, help="folder for converted models (default: the workspace's)")
     add("--trust-remote-code", action="store_true", help="let Python code that comes with the target run")

@@ -38,12 +38,10 @@ from remote_payload.tools.model_card import Card, model_card
 from remote_payload.tools.subject import ORIGIN, Log, chosen_checkpoint, device_name, is_run
 from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint_index import EVALUATION
-from remote_payload.train.devices import resolve_devices
+from remote_payload.train.devices import DTYPES, dtype_name, resolve_devices
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.released import CONFIG, WEIGHTS, read_released, released_config
 from remote_payload.train.weights import FlatWeights
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,200}")
 _SLACK_BYTES = 1 << 20
@@ -166,7 +164,7 @@ def _masters(source: Path, config: DrafterConfig, stored: Mapping[str, Tensor]) 
     if wrong:
         raise JobError(
             f"{source / checkpoint.TRAINING}: the masters of {wrong[0]} and {len(wrong) - 1} more are not"
-            f" what {WEIGHTS} was rounded from; export it as {_name(stored[wrong[0]].dtype)}"
+            f" what {WEIGHTS} was rounded from; export it as {dtype_name(stored[wrong[0]].dtype)}"
         )
     return masters
 
@@ -264,10 +262,6 @@ def _described(folder: Path) -> str:
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

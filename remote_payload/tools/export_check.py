@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from remote_payload.job import JobError
+from remote_payload.train.devices import dtype_name
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.released import CONFIG, WEIGHTS, expected_shapes, read_released
 
@@ -98,8 +99,7 @@ def check_export(
         f" {CONTEXTS[0]} to {CONTEXTS[-1]} context tokens equal the checkpoint's to the bit"
     )
     if rounding is not None:
-        name = str(dtype).removeprefix("torch.")
-        sentence += f"; rounding to {name} moves them by {rounding:.2%} (bound {most:.0%})"
+        sentence += f"; rounding to {dtype_name(dtype)} moves them by {rounding:.2%} (bound {most:.0%})"
     return Check(len(tensors), found.numel(), rounding, most, sentence)
 
 

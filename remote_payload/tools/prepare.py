@@ -40,7 +40,7 @@ from remote_payload.tools.conversations import SCHEMA as CONVERSATIONS
 from remote_payload.tools.conversations import Prepared, prepare_conversations, read_conversations
 from remote_payload.tools.prompts import Prompt, read_prompts
 from remote_payload.tools.repetition import judge
-from remote_payload.train.devices import compute_dtype
+from remote_payload.train.devices import compute_dtype, dtype_name
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.target import read_config, special_ids
 
@@ -268,7 +268,7 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
         raise ValueError(f"{arguments.prompts}: no answer was fit to keep for training")
     metadata = origin(arguments.target, tokenizer, command) | {
         "max_new_tokens": str(arguments.max_new_tokens),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
     for name, held_out in (("train", False), ("held_out", True)):
         rows = rows_of([a for a in answers if a.prompt.held_out == held_out])

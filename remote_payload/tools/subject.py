@@ -15,9 +15,11 @@ from typing import Any
 
 from remote_payload import rundir
 from remote_payload.job import Job, JobError, load
+from remote_payload.train.checkpoint import RECORD
 from remote_payload.train.checkpoint_index import best_of, entries, find_checkpoint
 from remote_payload.train.contract import target_identity
 from remote_payload.train.drafter import DrafterConfig
+from remote_payload.train.evaluation import LOGIT_GAP
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.prepare_run import locate
 from remote_payload.train.released import read_config
@@ -48,7 +50,7 @@ class Subject:
     dtype: str = "auto"
     attention: str = "auto"
     trust_remote_code: bool = False
-    logit_gap: float = 0.25
+    logit_gap: float = LOGIT_GAP
     cpu_threads: int = 0
     identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The target's, when the drafter was written; empty when it is not known."""
@@ -120,7 +122,7 @@ def _of_run(
     job: Job = load(run_dir / rundir.JOB)
     workspace = run_dir.absolute().parent.parent
     folder = chosen_checkpoint(run_dir, checkpoint, log)
-    record = rundir.read_whole(folder / "training.json") or {}
+    record = rundir.read_whole(folder / RECORD) or {}
     contract = record.get("contract")
     there = workspace / Path(job.target).expanduser()
     return Subject(

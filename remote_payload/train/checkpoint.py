@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from remote_payload import rundir
+from remote_payload.train.devices import dtype_name
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.released import CONFIG, WEIGHTS, released_config
 
@@ -165,7 +166,7 @@ def _write(
         # safetensors wants tensors of their own, and views of one flat tensor are not.
         own = {key: value if _is_own(value) else value.to("cpu", copy=True) for key, value in tensors.items()}
         save_file(own, folder / name, metadata={"format": "pt"})
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    dtype = dtype_name(next(iter(weights.values())).dtype)
     rundir.write_whole(folder / CONFIG, _json(released_config(config, dtype)))
     rundir.write_whole(folder / RECORD, _json(record))
     files = {}

@@ -24,7 +24,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from remote_payload.job import Job, JobError, resumable_keys
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.devices import compute_dtype
+from remote_payload.train.devices import compute_dtype, dtype_name
 from remote_payload.train.drafter import DrafterConfig
 
 Contract = dict[str, Any]
@@ -152,7 +152,7 @@ def _update_with_pieces(update: Callable[[bytes], None], path: Path) -> None:
 
 
 def _dtype(name: str, device: str) -> str:
-    return str(compute_dtype(name, torch.device(device))).removeprefix("torch.")
+    return dtype_name(compute_dtype(name, torch.device(device)))
 
 
 def _default(key: str) -> Any:

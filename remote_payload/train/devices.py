@@ -18,6 +18,9 @@ import torch
 
 from remote_payload.job import JobError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number types of weights by the names that jobs, configs and records use."""
+
 
 def resolve_devices(names: list[str]) -> list[str]:
     """Device names with `auto` decided; raises JobError for a GPU that is not there."""
@@ -34,7 +37,12 @@ def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """A job's `compute_dtype` or `target_dtype` on `device`."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+    return DTYPES[wanted]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a number type in jobs, configs and records."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch
 
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
-from remote_payload.train.devices import compute_dtype, on_device, turn
+from remote_payload.train.devices import compute_dtype, dtype_name, on_device, turn
 from remote_payload.train.features import Features, pack
 from remote_payload.train.objective import needs_teacher
 from remote_payload.train.progress import gib
@@ -124,7 +124,7 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
         width=run.config.width,
         vocabulary=run.config.vocabulary,
         taps=list(run.config.tap_layers),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         attention=target.attention,
         load_s=round(time.perf_counter() - start, 2),
     )
