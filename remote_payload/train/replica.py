@@ -2,7 +2,7 @@
 
 A step runs the replica's rows (forward, backward, added into the flat gradient), reduces with the other
 replicas, and takes the same AdamW step as they do. Everything a compiled function reads lies in buffers
-that are filled in place, since CUDA graphs will need addresses that stay.
+that are filled in place, since a captured graph needs addresses that stay.
 
 Shapes: C context tokens, A anchor slots, B block size, Q = A*B, D width, W features, V vocabulary.
 """
@@ -42,7 +42,6 @@ from remote_payload.train.weights import FlatWeights
 CLEARLY_SLOWER = 1.1
 """Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
 
-
 REPLAY_BOUND = 1e-2
 """How far, as a share, a replayed step may be from the compiled one it was captured from: only rounding."""
 
@@ -76,9 +75,8 @@ class Replica:
     ) -> None:
         """Build the model on `device` with the weights that every replica starts with.
 
-        `init_from` is the released drafter whose weights those are, when there is one.
-
-        `target` lends its embedding and head; a replica on another device takes a copy of them.
+        `init_from` is the released drafter whose weights those are, when there is one. `target` lends its
+        embedding and head; a replica on another device takes a copy of them.
         """
         self.number = number
         self.device = device
