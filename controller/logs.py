@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
 
@@ -65,10 +66,12 @@ def follow_log(
                 trouble.tell(record, mirror, time.time(), quiet=not (follow or whole))
                 piece = reader.read()
                 if piece is not None:
-                    _show(piece, printer, trouble, tell_missing=tail is None)
+                    missing = _missing(record, whole) if tail is None else None
+                    _show(piece, printer, trouble, missing=missing)
                     continue
                 if whole and not reader.skip_holes and reader.waits_at_hole():
-                    if not gave_up and not (mirror is None and ended):
+                    nobody = gave_up or (mirror is None and ended)
+                    if not nobody and not record.get("no_older"):
                         waiter.wait(seen)
                         continue
                     reader.skip_holes = True  # they cannot be had now
@@ -91,12 +94,22 @@ def follow_log(
     return _end(directory, trouble)
 
 
-def _show(piece: Piece, printer: _Printer, trouble: Trouble, *, tell_missing: bool) -> None:
+def _missing(record: Mapping[str, object], whole: bool) -> str:
+    """What is said of older bytes that are not here, after their number."""
+    if not whole:
+        return "were not copied and are left out here; --all gets them"
+    if why := record.get("no_older"):
+        return f"are left out: {safe_line(str(why))}; `dflashctl pull RUN log` gets all of it"
+    return "cannot be had now and are left out"
+
+
+def _show(piece: Piece, printer: _Printer, trouble: Trouble, *, missing: str | None) -> None:
+    """Print a piece; `missing` is said of bytes that lack before it (None: nothing)."""
     if piece.restarted:
         printer.finish()
         trouble.note("the log was truncated or replaced; it begins anew")
-    if piece.missing and tell_missing:
-        trouble.note(f"{piece.missing} older bytes were not copied and are left out here; --all gets them")
+    if piece.missing and missing is not None:
+        trouble.note(f"{piece.missing} older bytes {missing}")
     if piece.data:
         trouble.clear()
         printer.write(piece.data)

@@ -48,6 +48,8 @@ LOG_TAIL_BYTES: Final = 1 << 20
 LOG_HEAD_BYTES: Final = 1 << 18
 """What is taken as well of the beginning of a log of another program: there it says what it trains."""
 
+NO_OLDER: Final = "the payload that the run was launched with sends no older bytes of its log"
+
 FILLED_S: Final = 0.1
 """How often readers are told of older bytes while these arrive."""
 
@@ -96,6 +98,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._process: Process | None = None
         self._asked: tuple[int, int | None] | None = None
+        self._older_by = 0.0
         self._is_foreign = False
         self._tries = 0
         self._since: tuple[str, float] = ("", 0.0)
@@ -264,9 +267,12 @@ class Mirror:
         generation, ranges = self._files.holes(rundir.TRAIN_LOG, stop)
         if ranges and self._asked != (generation, stop):
             self._asked = (generation, stop)
+            self._older_by = time.monotonic() + self._timing.fill_s
             fill = {rundir.TRAIN_LOG: {"generation": generation, "ranges": ranges}}
             assert self._process is not None
             self._process.send(rundir.encode({"fill": fill}))
+        elif ranges and time.monotonic() > self._older_by:
+            self._files.connection["no_older"] = NO_OLDER
 
     def _follow(self) -> bool:
         """One connection, from its making to its end; True when nothing more is to be done."""
@@ -280,6 +286,7 @@ class Mirror:
                 if time.monotonic() >= self._next_save:
                     self._save()
             self._process, self._asked = connecting.process, None
+            self._files.connection["no_older"] = None
             request = {"have": self._files.have(), "log_tail": LOG_TAIL_BYTES}
             self._process.send(rundir.encode(request))
             return self._pump(self._process, FrameDecoder(nonce), feed.serves)
@@ -327,6 +334,9 @@ class Mirror:
         match frame:
             case Append():
                 self._files.append(frame)
+                if self._files.filled:
+                    self._older_by = time.monotonic() + self._timing.fill_s
+                    self._files.connection["no_older"] = None
             case Replace():
                 self._files.replace(frame)
             case Hello():
@@ -351,7 +361,8 @@ class Mirror:
         self._files.connection |= {"beat": beat.record, "tries": 0}
         self._files.note(beat)
         self._ask_for_holes()
-        complete = self._files.complete(beat, whole_log=self._wants_whole_log())
+        whole = self._wants_whole_log() and not self._files.connection["no_older"]
+        complete = self._files.complete(beat, whole_log=whole)
         self._files.connection["complete"] = complete
         if complete and self._over(beat):
             self._say("ended")

@@ -30,6 +30,8 @@ class Timing:
     """Wait before the first, second, ... try after a failure; the last one is kept for ever."""
     jitter: float = 0.2
     """Up to this share is added to a wait, so that many laptops do not come back at once."""
+    fill_s: float = 60.0
+    """A feed that beats and sent none of the older bytes it was asked for in so long will not send them."""
     refused_s: float = 60.0
     """Wait after a refusal that only a person can lift (host key, login)."""
     lock_s: float = 0.5
@@ -50,6 +52,7 @@ class Timing:
             hello_s=max(10.0, base.hello_s * factor),
             backoff=tuple(wait * factor for wait in base.backoff),
             jitter=base.jitter,
+            fill_s=base.fill_s * factor,
             refused_s=base.refused_s * factor,
             lock_s=min(base.lock_s, base.lock_s * factor),
             poll_s=min(base.poll_s, base.poll_s * factor),

@@ -23,6 +23,7 @@ TIMING = Timing(
     hello_s=0.4,
     backoff=(0.005, 0.01),
     jitter=0.0,
+    fill_s=0.5,
     refused_s=0.05,
     lock_s=0.01,
     poll_s=0.005,
@@ -48,6 +49,7 @@ class Remote:
         self.haves: list[dict[str, Any]] = []
         self.fills: list[dict[str, Any]] = []
         self.pings = 0
+        self.fills_holes = True
         self.status("running")
 
     def status(self, state: str, **fields: Any) -> None:
@@ -111,7 +113,7 @@ class Remote:
             for name in list(self.files):
                 while frame := self._append(name, sent, frame_bytes):
                     yield frame
-            for fill in self.fills[filled:]:
+            for fill in self.fills[filled:] if self.fills_holes else ():
                 filled += 1
                 for name, asked in fill.items():
                     pieces = [

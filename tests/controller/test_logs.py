@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from controller.errors import ProtocolError, UnreachableError
 from controller.logs import follow_log, whole_characters
-from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
+from controller.mirror import LOG_TAIL_BYTES, NO_OLDER, Mirror, ask_for_whole_log
 from controller.mirror_files import MIRROR
 from controller.mirror_reader import MirrorReader
 from remote_payload import rundir
@@ -284,6 +284,25 @@ def test_older_bytes_that_cannot_be_had_now_are_left_out_and_said(scene: Scene) 
     assert scene.logs(whole=True) == 0
     assert scene.out.getvalue() == shown * 2
     assert "no route" in scene.notes.getvalue()
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_older_feed_that_fills_no_holes_is_waited_for_no_longer_than_its_limit(
+    scene: Scene, follow: bool
+) -> None:
+    line = b"0123456789abcde\n"
+    scene.remote.files["train.log"] += line * ((LOG_TAIL_BYTES + 160_000) // len(line))
+    scene.remote.fills_holes = False
+    scene.line.chunk = 1 << 20
+    ask_for_whole_log(scene.folder)
+    scene.in_thread(follow=follow, whole=True)
+    until(lambda: scene.out.getvalue() == line * (LOG_TAIL_BYTES // len(line)))
+    said = f"160000 older bytes are left out: {NO_OLDER}; `dflashctl pull RUN log` gets all of it"
+    assert said in scene.notes.getvalue()
+    scene.remote.files["train.log"] += b"new\n"
+    scene.remote.finish()
+    assert scene.join() == 0
+    assert not follow or scene.out.getvalue().endswith(line + b"new\n")
 
 
 def test_a_log_that_begins_anew_is_printed_anew_and_said(scene: Scene) -> None:
