@@ -37,6 +37,7 @@ from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
 from controller.tui.snapshot import Snapshot, Watched
+from controller.tui.terminal import end_with_terminal
 from controller.tui.ticker import PERIOD_S, Ticker
 
 STUCK_PERIODS = 5
@@ -372,6 +373,7 @@ def run_tui(directory: Path, mirror: Watched | None, opener: Callable[[Path], Wa
             "tui needs a terminal", "for scripts there is `dflashctl status --json` and `logs --follow`"
         )
     os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
+    end_with_terminal(sys.stdin.fileno())
     if mirror is not None:
         mirror.start()
     app = None

@@ -173,6 +173,18 @@ def test_a_signal_that_ends_the_view_leaves_the_terminal_whole(number: int, tmp_
         terminal.close()
 
 
+def test_a_view_ends_with_its_terminal(tmp_path: Path) -> None:
+    terminal = Terminal(golden.healthy().write(tmp_path))
+    terminal.read_until(b"detach", 30)
+    os.close(terminal.slave)
+    os.close(terminal.master)
+    try:
+        assert terminal.child.wait(10) == 128 + signal.SIGHUP
+    finally:
+        terminal.child.kill()
+        terminal.child.wait()
+
+
 def test_ctrl_z_gives_the_terminal_back_and_a_continued_view_draws_itself_anew(tmp_path: Path) -> None:
     terminal = Terminal(golden.healthy().write(tmp_path))
     try:
