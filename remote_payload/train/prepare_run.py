@@ -19,7 +19,7 @@ from remote_payload.train.alarm import TauWatch
 from remote_payload.train.batch import BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
 from remote_payload.train.checkpoint_index import CheckpointIndex
-from remote_payload.train.contract import contract_of
+from remote_payload.train.contract import contract_of, dataset_identity
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.devices import compute_dtype, resolve_devices
 from remote_payload.train.drafter import DrafterConfig, choose_taps
@@ -140,7 +140,7 @@ def prepare(
         maker=maker,
         cache=open_cache(job, dataset, str(model), config, workspace, log),
         evaluation=open_evaluation(
-            job, workspace, special_ids(model, text)["eos_token_id"], text.vocab_size, log
+            job, workspace, dataset, special_ids(model, text)["eos_token_id"], text.vocab_size, log
         ),
         events=events,
         progress=progress,
@@ -230,13 +230,18 @@ def open_cache(
 
 
 def open_evaluation(
-    job: Job, workspace: Path, ends: set[int], vocabulary: int, log: Log
+    job: Job, workspace: Path, trained: Dataset, ends: set[int], vocabulary: int, log: Log
 ) -> Evaluation | None:
-    """The evaluation on held-out prompts, when the job names some."""
+    """The evaluation on held-out prompts, when the job names some that are not those `trained` on."""
     if not job.held_out:
         log("No held_out in the job: tau will be training's estimate only")
         return None
     dataset = Dataset.open(locate(job.held_out, workspace), workspace / DATASET_CACHE, log)
+    if dataset_identity(dataset) == dataset_identity(trained):
+        raise DataError(
+            f"{dataset.path}: held_out has the very samples of dataset, and tau on what was trained on says"
+            f" nothing; keep some samples apart, or leave held_out out"
+        )
     prompts = held_out_prompts(dataset, job.eval_prompts, vocabulary)
     if not prompts:
         raise DataError(

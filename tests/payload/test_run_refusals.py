@@ -78,7 +78,10 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         r"bad\.arrow: holds no samples",
     ),
     "no prompt length": (arrow_of(input_ids=[[1, 2, 3]]), r"no column says which tokens are the answer"),
-    "no ids": (arrow_of(tokens=[[1, 2, 3]]), r"no column 'input_ids'; expected lists of integers, found tokens"),
+    "no ids": (
+        arrow_of(tokens=[[1, 2, 3]]),
+        r"no column 'input_ids'; expected lists of integers, found tokens",
+    ),
     "all too long": (
         arrow_of(input_ids=[[5] * 500] * 3, prompt_length=[1] * 3),
         r"none of its 3 samples can be used: 3 longer than the largest bucket",
@@ -104,6 +107,14 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "too many taps": (of(taps=5), r"taps = 5: a target of 6 layers has too few"),
     "layer to copy outside": (of(init_from_target=[17]), r"init_from_target names layer 17"),
     "no held-out file": (of(held_out="nowhere.arrow"), r"nowhere\.arrow: there is no such file"),
+    "held out is what is trained on": (
+        lambda folder: {"held_out": str(folder / "train.arrow")},
+        r"train\.arrow: held_out has the very samples of dataset",
+    ),
+    "held out is a copy of what is trained on": (
+        lambda folder: {"held_out": str(write_arrow(folder / "copy.arrow", *random_samples(24)))},
+        r"copy\.arrow: held_out has the very samples of dataset",
+    ),
     "no held-out prompts": (
         held_out_of(input_ids=[[5] * 9], prompt_length=[0]),
         r"bad\.arrow: no sample has a prompt",
