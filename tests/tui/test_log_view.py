@@ -19,6 +19,8 @@ from controller.tui.log_view import LogView
 from tests.tui import golden, golden_logs
 from tests.tui.conftest import Open, app_of, screen_text
 
+pytestmark = pytest.mark.slow  # each opens the app
+
 
 def log_of(pilot: Pilot[int]) -> LogView:
     assert isinstance(pilot.app, RunApp)

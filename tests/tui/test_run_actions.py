@@ -24,6 +24,8 @@ from controller.tui.run_list import COLUMNS, run_rows
 from tests.tui import golden
 from tests.tui.conftest import screen_text
 
+pytestmark = pytest.mark.slow  # each opens the app
+
 HOST = Host.model_validate({"name": "gpu1", "kind": "local", "workspace": "/workspace"})
 
 

@@ -18,6 +18,8 @@ from controller.errors import UsageError
 from controller.tui.app import run_tui
 from tests.tui import golden
 
+pytestmark = pytest.mark.slow  # a process and a terminal each
+
 PROGRAM = """
 import sys, threading, time
 from pathlib import Path

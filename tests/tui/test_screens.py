@@ -27,10 +27,17 @@ SNAPSHOTS = [
     ("sixteen_gpus", (80, 24)), ("mig", (80, 24)), ("two_hosts", (80, 24)), ("stale_heartbeat", (80, 24)),
     ("wide_text", (160, 48)),
 ]  # fmt: skip
+QUICK = {("healthy", (80, 24)), ("healthy", (160, 48)), ("dead_thread", (80, 24)), ("no_news", (60, 20))}
+"""Those that `make check` looks at; a second or two each."""
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), SNAPSHOTS, ids=lambda v: v if isinstance(v, str) else f"{v[0]}x{v[1]}"
+    ("name", "size"),
+    [
+        pytest.param(name, size, id=f"{name}-{size[0]}x{size[1]}", marks=[] if quick else [pytest.mark.slow])
+        for name, size in SNAPSHOTS
+        for quick in [(name, size) in QUICK]
+    ],
 )
 def test_the_screen_is_as_it_was_approved(
     name: str, size: tuple[int, int], snap_compare: Any, tmp_path: Path
