@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 from collections.abc import Callable
 
 from remote_payload.train.run_control import RunControl
@@ -21,8 +20,9 @@ class Saver:
         """Until nothing is being written. Raises Aborted, or whatever writing raised."""
         while self._writing is not None:
             self._control.check()
-            with contextlib.suppress(TimeoutError):
-                self._writing.result(timeout=0.5)
+            # What writing raises may be a TimeoutError too: a disk behind a network says it so.
+            if concurrent.futures.wait([self._writing], timeout=0.5).done:
+                self._writing.result()
                 return
 
     def submit(self, write: Callable[[], None]) -> None:
