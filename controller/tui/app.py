@@ -37,7 +37,7 @@ from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
 from controller.tui.snapshot import Snapshot, Watched
-from controller.tui.terminal import end_with_terminal
+from controller.tui.terminal import end_with_terminal, has_size
 from controller.tui.ticker import PERIOD_S, Ticker
 
 STUCK_PERIODS = 5
@@ -366,12 +366,15 @@ def run_tui(directory: Path, mirror: Watched | None, opener: Callable[[Path], Wa
     """Show the run mirrored in `directory` until the user leaves; returns the exit code.
 
     `mirror`, not yet started, is started and stopped here. Without one, `opener` makes it once the screen is
-    drawn, and those for other runs; with neither the view only reads. Raises UsageError without a terminal.
+    drawn, and those for other runs; with neither the view only reads. Raises UsageError without a terminal
+    that has a size.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
             "tui needs a terminal", "for scripts there is `dflashctl status --json` and `logs --follow`"
         )
+    if not has_size(sys.stdout.fileno()):
+        raise UsageError("the terminal says that it is 0x0", "tell it a size: stty rows 40 columns 120")
     os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
     end_with_terminal(sys.stdin.fileno())
     if mirror is not None:

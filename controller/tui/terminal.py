@@ -1,4 +1,7 @@
-"""A view must not outlive its terminal: without one Textual blocks for ever, at full load of a core."""
+"""What Textual takes for granted of a terminal: that it has a size, and that it is there.
+
+Without one it blocks for ever, at full load of a core; so a view must not outlive its terminal either.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,30 @@ import os
 import select
 import signal
 import threading
+import time
+
+_SIZE_S = 1.0
+"""How long a terminal may take to get its size: some programs make one first and size it then."""
+
+
+def has_size(descriptor: int) -> bool:
+    """Whether the terminal at `descriptor` has rows and columns, or gets some within a second.
+
+    On one of 0x0 Textual would draw without end. COLUMNS and LINES take the place of either, as there.
+    """
+    until = time.monotonic() + _SIZE_S
+    while True:
+        columns, rows = os.get_terminal_size(descriptor)
+        if (columns or _number("COLUMNS")) and (rows or _number("LINES")):
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def end_with_terminal(descriptor: int) -> None:
