@@ -204,11 +204,12 @@ def _torch(answer: Mapping[str, Any], job: Job | None) -> Iterator[Check]:
         yield Check("torch's GPUs", "failure", safe_line(str(said["error"])), "Reinstall it: dflashctl setup")
         return
     seen, listed = said["devices"], answer["gpus"]
+    on_cpu = job is not None and {*job.targets, *job.drafters} == {"cpu"}
     if isinstance(listed, int) and seen != listed:
         why = "it is built without CUDA" if not said["cuda"] else f"it is built for CUDA {said['cuda']}"
         yield Check(
             "torch's GPUs",
-            "failure" if seen < len(_named(job)) or not seen else "warning",
+            "failure" if seen < len(_named(job)) or not (seen or on_cpu) else "warning",
             f"torch {said['version']} sees {seen} GPUs, nvidia-smi lists {listed}; {why}",
             "Install a torch for this driver, and see the device files; CUDA_VISIBLE_DEVICES hides some too.",
         )
@@ -259,6 +260,7 @@ def _memory(answer: Mapping[str, Any], host: Host, config: str) -> Iterator[Chec
     if limit is None and (configured := re.search(r"^memory: (\d+)$", config, re.MULTILINE)):
         limit = int(configured[1]) / 1024  # not every container shows its control groups inside
     of = "" if limit is None or machine is None else f" of the machine's {machine:.0f}"
+    in_use = "" if used is None else f"; {used:.1f} GiB are in use"
     size = limit if limit is not None else machine
     if size is None:
         yield Check("memory", "warning", "nobody says how much there is", "")
@@ -266,13 +268,13 @@ def _memory(answer: Mapping[str, Any], host: Host, config: str) -> Iterator[Chec
         yield Check(
             "memory",
             "warning",
-            f"{size:.1f} GiB{of} may be used, {used or 0:.1f} are",
+            f"{size:.1f} GiB{of} may be used{in_use}",
             "Loading a target passes through memory: give it more"
             + (f" (pct set {host.container} --memory MiB)." if host.container else "."),
         )
     else:
         limited = "limited to " if limit is not None else ""
-        yield Check("memory", "ok", f"{limited}{size:.0f} GiB{of}, {used or 0:.1f} used")
+        yield Check("memory", "ok", f"{limited}{size:.0f} GiB{of}{in_use}")
     shm = answer.get("shm_gib")
     if isinstance(answer["gpus"], int) and answer["gpus"] > 1 and shm is not None and shm < _LITTLE_SHM_GIB:
         yield Check(

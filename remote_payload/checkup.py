@@ -175,7 +175,8 @@ def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
     if path.is_dir():
         return {"there": True, "seen": f"a folder of {sum(1 for _ in path.iterdir())} entries"}
     if path.is_file():
-        return {"there": True, "seen": f"{path.stat().st_size / 2**20:.1f} MiB"}
+        size = path.stat().st_size
+        return {"there": True, "seen": f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size} bytes"}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         home = (
             env.get("HF_HOME") or os.environ.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())

@@ -1,5 +1,6 @@
 """The checks of a place, as a function of what preflight answered."""
 
+import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,15 @@ def test_each_trouble_is_one_line_with_what_was_seen_and_what_to_do(
     ((found, grade, seen),) = deep(changes)
     assert (found, grade) == (name, level)
     assert text in seen
+
+
+def test_a_torch_without_cuda_is_no_failure_for_a_job_that_names_the_cpu_alone() -> None:
+    without = DEEP | {"torch": {"version": "2.13+cpu", "cuda": None, "devices": 0}}
+    graded = {}
+    for devices in (["cpu"], ["auto"]):
+        job = dataclasses.replace(JOB, targets=devices, drafters=devices)
+        (graded[devices[0]],) = (c.level for c in examine(without, job, HOST) if c.name == "torch's GPUs")
+    assert graded == {"cpu": "warning", "auto": "failure"}
 
 
 def test_a_containers_rule_for_another_major_of_nvidia_uvm_is_found_in_its_configuration() -> None:

@@ -43,11 +43,11 @@ def test_a_good_place_is_good_to_the_last_line(rig: Rig, tmp_path: Path) -> None
         'targets = ["cpu"]\ndrafters = ["cpu"]\n'
     )
     code, checks = examined(rig, "--job", str(job))
-    # torch is a CPU build here, and nvidia-smi a replay: that is the one thing wrong.
+    # torch is a CPU build here, and nvidia-smi a replay: that is the one thing wrong, but not for this job.
     assert {name for name, check in checks.items() if check["level"] != "ok"} == {"torch's GPUs", "memory"}
     assert "built without CUDA" in checks["torch's GPUs"]["seen"]
     assert "4.0 GiB of the machine's" in checks["memory"]["seen"]
-    assert code == 71
+    assert code == 0
     assert list(checks)[:6] == ["reachable", "host key", "login", "pct", "container", "Python"]
     assert checks["GPUs"]["seen"] == "2"
     assert checks["path doctor.arrow"]["level"] == "ok"
