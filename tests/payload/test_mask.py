@@ -34,7 +34,7 @@ class Packed:
         return next((number for number, end in enumerate(ends) if index < end), None)
 
     def sees(self, query: int, key: int) -> bool:
-        """The rule as facts/dflash.md words it."""
+        """The rule in the paper's words."""
         slot = query // self.block
         if key >= self.context:  # a block token
             return (key - self.context) // self.block == slot

@@ -73,6 +73,23 @@ def test_taps_are_the_hidden_states_after_their_layers_and_the_head_is_the_one_i
     torch.testing.assert_close(whole.logits, logits)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tap_of_the_last_layer_is_its_own_output_and_not_what_follows_the_final_norm(
+    tmp_path: Path, family: str
+) -> None:
+    """The last entry of `hidden_states` is after the norm; a drafter is served the layer's own output."""
+    target = load(write_target(tmp_path, family), taps=(3, 4))
+    ids = torch.randint(3, 67, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = target.model(input_ids=ids, output_hidden_states=True)
+        target.tapped()
+        earlier, last = target.features(ids).split(24, -1)
+        normed = target.model.get_decoder().norm(last)
+    torch.testing.assert_close(earlier, whole.hidden_states[-2])
+    torch.testing.assert_close(normed, whole.hidden_states[-1])
+    assert not last.allclose(whole.hidden_states[-1], atol=0.1)
+
+
 def test_a_wrapped_model_whose_keys_have_another_prefix_is_tapped_all_the_same(tmp_path: Path) -> None:
     """A vision-language model around the text decoder (SpecForge #560)."""
     torch.manual_seed(0)
