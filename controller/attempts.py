@@ -88,7 +88,11 @@ def _after(attempt: Attempt, record: Record) -> Attempt:
 
 
 def attempt_line(attempt: Attempt) -> str:
-    """What a person is told of an ended attempt: `attempt 1: failed rc=1 at step 150: boom`."""
+    """What a person is told of an ended attempt: `attempt 1: failed rc=1 at step 150: boom`,
+    `attempt 1: stopped on request at step 150`.
+    """
+    if attempt.reason.startswith(("killed by ", "stopped on request")):  # it says it all, in these words
+        return f"attempt {attempt.number}: {attempt.reason}"
     how = attempt.state or "ended without a word"
     if attempt.signal and attempt.signal not in attempt.reason:
         how += f" by {attempt.signal}"
