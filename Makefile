@@ -1,6 +1,7 @@
 # make demo   the main job on this machine: train a DFlash drafter for a real small model
 # make test   everything that needs no GPU, with a real sshd and a real LXC container
 # make faults the mirror under two hundred cuts of its connection
+# make soak   a watched run for ten minutes: no process grows, both ends equal
 # make check  the fast loop: format, lint, types, import rules, unit tests
 
 PYTHON ?= python3
@@ -55,3 +56,8 @@ clean:
 .PHONY: faults
 faults: $(INSTALLED) test-setup
 	DFLASHCTL_CUTS=200 $(BIN)/python -m pytest -q -s tests/rig/test_mirror_cuts.py
+
+# A mirrored run under a slow writer with a view open; DFLASHCTL_SOAK_MINUTES=N (10).
+.PHONY: soak
+soak: $(INSTALLED) test-setup
+	$(BIN)/python -m pytest -q -s tests/rig/soak.py

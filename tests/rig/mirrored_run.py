@@ -31,7 +31,7 @@ import json, os, random, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from remote_payload import identity, rundir
-run, rate = Path(sys.argv[2]), int(sys.argv[3])
+run, rate, crashes = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "crashes"
 def status(state, **fields):
     who = identity.identity(os.getpid())
     record = rundir.stamp("status", {"attempt": 1, "state": state, "boot_id": identity.boot_id()})
@@ -62,7 +62,7 @@ while not stopped():
     step += 1
     log.write(dice.randbytes(rate // 50) + f" step {step} größe\\n".encode())
     events.write("step", step=step)
-    if step % 50 == 0:
+    if crashes and step % 50 == 0:
         (run / "crash" / f"thread-{step}.json").write_bytes(dice.randbytes(3000))
     time.sleep(0.02)
 beating.join()
@@ -72,12 +72,13 @@ status("finished", exit_code=0)
 
 class MirroredRun:
     """A run in `rig` whose writer logs `rate` bytes a second (0: only what others write), and its folder
-    `local`, under the state root, so that the command line knows it as `id`.
+    `local`, under the state root, so that the command line knows it as `id`. `crashes`: one more report in
+    `crash/` with every 50 steps.
 
     The caller has the variables of `rig.laptop_env()` in its environment.
     """
 
-    def __init__(self, rig: Rig, rate: int) -> None:
+    def __init__(self, rig: Rig, rate: int, *, crashes: bool = True) -> None:
         self.rig = rig
         self.id = f"mirror-{os.getpid()}-{next(_NUMBERS)}"
         self.there = f"{rig.workspace}/runs/{self.id}"
@@ -88,6 +89,7 @@ class MirroredRun:
         (self.remote / "run.json").write_text(json.dumps({"id": self.id}))
         rig.container_path(f"{rig.workspace}/writer.py").write_text(WRITER)
         argv = [rig.python, "-S", f"{rig.workspace}/writer.py", self.payload, self.there, str(rate)]
+        argv.append("crashes" if crashes else "none")
         self.writer = subprocess.Popen(rig.container_argv(argv), cwd="/")
         self.local = paths.make_mirror_dir(self.id, rig.host)
         place = place_of(rig, self.id, self.there)
