@@ -139,7 +139,7 @@ def compiled_graphs() -> int:
 
 @contextlib.contextmanager
 def no_recompiles() -> Iterator[None]:
-    """Raise at whatever is compiled inside, in any thread of the process: for tests and the probe only."""
+    """Raise at whatever is compiled inside, in any thread of the process: for tests, and never for a run."""
     with torch.compiler.set_stance("fail_on_recompile"):
         yield
 
