@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LocalStateError, PullError
 from controller.place import Place, open_place
-from controller.pull_stream import OlderPayloadError, PullStream
+from controller.pull_stream import PullStream, UnfitPayloadError
 from controller.run_place import RunPlace, payload_argv
 from controller.ship import pack, ship
 from controller.sink import Sink, in_chunks
@@ -89,8 +89,8 @@ def pull(
 
     try:
         return pulled(run_place.payload_dir)
-    except OlderPayloadError:
-        return pulled(_newer(run_place, say))
+    except UnfitPayloadError:
+        return pulled(_shipped(run_place, say))
 
 
 def listing(directory: Path, *, say: Callable[[str], None]) -> list[tuple[str, int]]:
@@ -107,8 +107,8 @@ def listing(directory: Path, *, say: Callable[[str], None]) -> list[tuple[str, i
 
     try:
         return listed(run_place.payload_dir)
-    except OlderPayloadError:
-        return listed(_newer(run_place, say))
+    except UnfitPayloadError:
+        return listed(_shipped(run_place, say))
 
 
 def _stream(place: Place, payload_dir: str, run_dir: str, request: Mapping[str, Any]) -> PullStream:
@@ -116,11 +116,11 @@ def _stream(place: Place, payload_dir: str, run_dir: str, request: Mapping[str, 
     return PullStream(place.start(argv), request, Timing.from_environment())
 
 
-def _newer(run_place: RunPlace, say: Callable[[str], None]) -> str:
-    """Ship our own payload beside the run's older one, which cannot send; returns its folder."""
+def _shipped(run_place: RunPlace, say: Callable[[str], None]) -> str:
+    """Ship our own payload, since the run's is older and cannot send, or is gone; returns its folder."""
     with open_place(run_place.host) as place:
         shipped = ship(place, pack(), ["runs", place.workspace])
-    say(f"{run_place.run_id}: its payload is older and cannot send; ours was shipped beside it")
+    say(f"{run_place.run_id}: its payload is older and cannot send, or was removed; ours was shipped")
     return f"{shipped.directory}"
 
 

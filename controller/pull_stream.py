@@ -106,8 +106,8 @@ class PullStream:
                 status = self._process.wait(1.0)
                 said = self._process.stderr.decode(errors="replace").strip().splitlines()
                 last = f": {safe_line(said[-1])}" if said else ""
-                if status == 64:
-                    raise OlderPayloadError
+                if status == 64 or (status == 2 and "can't open file" in last):
+                    raise UnfitPayloadError
                 raise ConnectionLostError(f"the sender ended with status {status}{last}")
             if time.monotonic() > deadline:
                 raise ConnectionLostError(f"nothing came for {self._timing.silence_s:g} s")
@@ -121,5 +121,5 @@ class PullStream:
         self._process.send(json.dumps(line).encode() + b"\n")
 
 
-class OlderPayloadError(Exception):
-    """The payload in the place knows no `send`."""
+class UnfitPayloadError(Exception):
+    """The run's payload in the place knows no `send`, or was removed."""

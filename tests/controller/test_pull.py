@@ -293,4 +293,8 @@ def test_a_run_is_pulled_and_listed_by_its_mirror_folder(
         True,
         False,
     ]
-    assert "ours was shipped beside it" in remote.said[-1]
+    assert "ours was shipped" in remote.said[-1]
+    place.model_copy(update={"payload_dir": str(tmp_path / "pruned")}).write(directory)
+    remote.said.clear()
+    assert [p.new for p in pull(directory, ["log"], remote.to, say=remote.said.append)] == [False]
+    assert ["was removed; ours was shipped" in said for said in remote.said] == [True]
