@@ -34,15 +34,16 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from remote_payload.tools.conversations import SCHEMA as CONVERSATIONS
 from remote_payload.tools.conversations import Prepared, prepare_conversations, read_conversations
 from remote_payload.tools.prompts import Prompt, read_prompts
 from remote_payload.tools.repetition import judge
-from remote_payload.train.devices import compute_dtype, dtype_name
+from remote_payload.tools.subject import device_name
+from remote_payload.train.devices import DTYPES, compute_dtype, dtype_name, resolve_devices
 from remote_payload.train.model_source import resolve_model
-from remote_payload.train.target import read_config, special_ids
+from remote_payload.train.target import load_model, read_config, special_ids
 
 Log = Callable[[str], None]
 
@@ -249,17 +250,12 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
+    device = torch.device(resolve_devices([arguments.device])[0])
     source = resolve_model(arguments.target, arguments.cache, log)
-    log(f"Loading {arguments.target} on {arguments.device}...")
+    log(f"Loading {arguments.target} on {device}...")
     tokenizer = load_tokenizer(arguments.target, source)
-    try:
-        dtype = compute_dtype(arguments.dtype, torch.device(arguments.device))
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"target {arguments.target!r} cannot be loaded: {error}") from error
-    model = model.to(arguments.device).eval()
+    dtype = compute_dtype(arguments.dtype, device)
+    model = load_model(source, dtype).to(device).eval()
     log(f"{len(prompts)} prompts, {sum(p.held_out for p in prompts)} of them held out by topic")
     answers = answer_all(
         model, tokenizer, prompts, arguments.max_new_tokens, arguments.batch_size, log, arguments.seconds
@@ -335,11 +331,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for train.arrow and held_out.arrow")
     add("--max-new-tokens", type=int, help="longest answer, in tokens (with --prompts)")
     add("--batch-size", type=int, default=32, help="prompts answered at once (default 32)")
-    add("--device", default="cpu", help="where the target runs (default cpu)")
+    add(
+        "--device",
+        type=device_name,
+        default="cpu",
+        help="where the target runs: cpu (default), auto or cuda:N",
+    )
     add(
         "--dtype",
         default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *DTYPES),
         help="number type of the target (default auto: float32 on a CPU, bfloat16 on a GPU)",
     )
     add("--seconds", type=float, default=math.inf, help="begin no batch after so long (default: no limit)")

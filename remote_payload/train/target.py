@@ -67,33 +67,9 @@ class Target:
             attention: as the job's `target_attention`; "auto" leaves it to transformers.
             trust_remote_code: whether Python files that come with the model may run.
 
-        A weight that the files lack is refused too: transformers fills it in at random, and a random head
-        trains a drafter that drafts nothing (SpecForge #455). So is a model whose layers or head do not work
-        as this class believes, by one short pass.
+        A model is refused too whose layers or head do not work as this class believes, by one short pass.
         """
-        config = load_config(source, trust_remote_code)
-        options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-        try:
-            loaded: Any = _loader(config).from_pretrained(
-                source,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-                **options,
-            )
-        except (OSError, ValueError, ImportError, RuntimeError, AttributeError, SafetensorError) as error:
-            with_attention = "" if attention == "auto" else f" with target_attention = {attention!r}"
-            raise JobError(
-                f"target {str(source)!r} cannot be loaded{with_attention}: {one_line(error)}"
-            ) from error
-        model, found = loaded
-        if missing := sorted(found["missing_keys"]):
-            raise JobError(
-                f"target {str(source)!r} has no {', '.join(missing[:3])}"
-                f"{f' and {len(missing) - 3} more weights' if len(missing) > 3 else ''}; expected a model as"
-                f" save_pretrained writes it"
-            )
+        model = load_model(source, dtype, attention=attention, trust_remote_code=trust_remote_code)
         target = cls(model.to(device), tap_layers)
         if device.type == "cuda":
             fuse_norms(target.model)
@@ -232,6 +208,40 @@ class _Taps(threading.local):
 
     def __init__(self) -> None:
         self.of: dict[int, Tensor] = {}
+
+
+def load_model(
+    source: str | Path, dtype: torch.dtype, *, attention: str = "auto", trust_remote_code: bool = False
+) -> Any:
+    """The model in `source` with all its weights, on the CPU. Raises JobError naming `source`.
+
+    A weight that the files lack is refused: transformers fills it in at random, and a random head trains a
+    drafter that drafts nothing (SpecForge #455).
+    """
+    config = load_config(source, trust_remote_code)
+    options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    try:
+        loaded: Any = _loader(config).from_pretrained(
+            source,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, AttributeError, SafetensorError) as error:
+        with_attention = "" if attention == "auto" else f" with target_attention = {attention!r}"
+        raise JobError(
+            f"target {str(source)!r} cannot be loaded{with_attention}: {one_line(error)}"
+        ) from error
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise JobError(
+            f"target {str(source)!r} has no {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more weights' if len(missing) > 3 else ''}; expected a model as"
+            f" save_pretrained writes it"
+        )
+    return model
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

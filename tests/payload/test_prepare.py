@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -286,6 +288,7 @@ def test_the_summary_counts_each_kind_and_every_reason(
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--out", "/dev/null/data"], "--out /dev/null/data: Not a directory"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_sentence(
@@ -299,6 +302,18 @@ def test_bad_input_ends_with_code_2_and_one_sentence(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_target_that_lacks_its_head_is_refused_and_not_asked_with_a_random_one(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says would be nobody's words (SpecForge #455)."""
+    headless = shutil.copytree(target, tmp_path / "headless")
+    weights = load_file(headless / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})
+    assert run(headless, write(tmp_path, PROMPTS), tmp_path / "out") == 2
+    assert "has no lm_head.weight" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
 
 
 def test_a_target_without_a_chat_template_is_refused(
