@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -97,27 +98,30 @@ def made(directory: Path) -> Path:
 def known_runs() -> list[KnownRun]:
     """Every run in the state root, newest first. Raises LocalStateError when it cannot be read."""
     root = state_root() / "runs"
+    runs = []
+    for run in _folders(root):
+        if rundir.is_run_id(run.name):
+            runs += [_known(run.name, host) for host in _folders(run)]
+    return sorted(runs, key=lambda run: (run.created, run.run_id, run.host), reverse=True)
+
+
+def _folders(parent: Path) -> list[Path]:
+    """The folders in `parent`; none when it is not there (any more): a launch that failed removes its own."""
     try:
-        folders = [
-            (run_id.name, host)
-            for run_id in root.iterdir()
-            if rundir.is_run_id(run_id.name) and run_id.is_dir()
-            for host in run_id.iterdir()
-            if host.is_dir()
-        ]
+        return [path for path in parent.iterdir() if path.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise LocalStateError(f"cannot read {root}: {error.strerror}") from error
-    runs = [_known(run_id, folder) for run_id, folder in folders]
-    return sorted(runs, key=lambda run: (run.created, run.run_id, run.host), reverse=True)
+        raise LocalStateError(f"cannot read {parent}: {error.strerror}") from error
 
 
 def _known(run_id: str, folder: Path) -> KnownRun:
     record = rundir.read_whole(folder / PLACE) or {}
     created = record.get("created")
     if isinstance(created, bool) or not isinstance(created, int | float):
-        created = folder.stat().st_mtime
+        created = 0.0
+        with suppress(OSError):
+            created = folder.stat().st_mtime
     return KnownRun(run_id, folder.name, folder, float(created), str(record.get("job_name", "")))
 
 

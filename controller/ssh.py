@@ -75,7 +75,9 @@ class SshConnection:
                 f"{self._address}: the server allows no further session ({error.text})"
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
-            self.close()
+            with self._lock:
+                if self._path and self._path[-1] is hop:  # another thread may have connected anew
+                    self.close()
             raise ConnectionLostError(f"{self._address}: no channel could be opened ({error})") from error
         return SshProcess(channel, self._address)
 

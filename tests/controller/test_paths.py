@@ -1,5 +1,7 @@
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,19 @@ def test_runs_are_listed_newest_first_and_a_spoilt_place_file_does_not_hide_one(
     os.utime(spoilt, (150.0, 150.0))
     assert [run.directory for run in paths.known_runs()] == [new, spoilt, old]
     assert paths.find_run(None) == new
+
+
+def test_a_run_that_goes_while_they_are_listed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = launched("kept", 1.0), launched("gone", 2.0).parent
+    listed = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder == gone:
+            shutil.rmtree(gone)  # as a launch does that was refused
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert [run.directory for run in paths.known_runs()] == [kept]
 
 
 def test_a_run_is_found_by_its_id_or_a_beginning_that_only_one_has() -> None:

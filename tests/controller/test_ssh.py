@@ -5,12 +5,13 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import paramiko
 import pytest
 
 from controller import ssh, ssh_config, ssh_hop, ssh_login
-from controller.errors import HostKeyError, UnreachableError
+from controller.errors import ConnectionLostError, HostKeyError, UnreachableError
 from controller.known_hosts import KnownHosts, fingerprint, matches
 from controller.ssh import SshConnection
 from controller.ssh_config import SshSettings, look_up
@@ -359,3 +360,35 @@ def test_what_fails_while_connecting_early_is_raised_once_and_tried_anew_after_t
         with pytest.raises(UnreachableError, match="refuses the connection"):
             connection.start("true")
         assert len(tries) == expected
+
+
+def test_a_thread_that_finds_the_connection_broken_leaves_the_one_that_another_made_alone() -> None:
+    closed: list[str] = []
+    found: list[Any] = []
+
+    class Transport:
+        def is_active(self) -> bool:
+            return True
+
+        def open_session(self, timeout: float) -> paramiko.Channel:
+            connection._path = list(found)
+            raise paramiko.SSHException("it broke")
+
+    class FakeHop:
+        settings = look_up("192.0.2.1", user="", port=None)
+        transport = Transport()
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    connection = SshConnection("192.0.2.1", user="", port=None, timeout=1, accept_new=False)
+    old, new = FakeHop("old"), FakeHop("new")
+    for after, expected in (([new], []), ([old], ["old"])):
+        found[:] = after
+        connection._path = [old]  # type: ignore[list-item]
+        with pytest.raises(ConnectionLostError, match="it broke"):
+            connection.start("true")
+        assert closed == expected
