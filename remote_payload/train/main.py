@@ -33,6 +33,7 @@ from remote_payload.train.prepare_run import prepare
 from remote_payload.train.progress import Progress, rounded
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import Aborted, RunControl, ThreadStatus
+from remote_payload.train.saver import SAVER
 from remote_payload.train.tensorboard import TensorBoardSink
 from remote_payload.train.training import run_drafter_replica
 
@@ -187,18 +188,25 @@ class Trainer:
         log(f"{status.name} failed in {status.state!r}: {crash.one_line(error)} (see crash/{name})")
 
     def _join(self, threads: list[threading.Thread]) -> None:
-        """Wait for `threads`; after a crash no longer than the job's grace, then leave at once."""
-        while any(thread.is_alive() for thread in threads):
+        """Wait for `threads`; after a crash no longer than the job's grace, then leave at once.
+
+        After a crash also for a checkpoint that is being written: the interpreter's own end would wait for
+        that without a limit, and a disk may hang.
+        """
+        assert self._run is not None
+        saver = self._run.saver
+        while any(thread.is_alive() for thread in threads) or (self._control.aborted and saver.busy):
             for thread in threads:
                 thread.join(0.1)
                 if thread.is_alive():
                     break
+            else:
+                time.sleep(0.05)  # for the saver alone
             if self._control.aborted and self._deadline is None:
-                assert self._run is not None
                 self._deadline = time.monotonic() + self._run.job.crash_grace
             if self._deadline is not None and time.monotonic() > self._deadline:
-                assert self._run is not None
                 workers = {status.name for status in self._run.progress.threads}
+                workers |= {f"{SAVER}_0"} if saver.busy else set()
                 stuck = [thread.name for thread in threading.enumerate() if thread.name in workers]
                 log(f"These threads did not end after the crash and are left behind: {', '.join(stuck)}")
                 crash.dump_stacks(self._run_dir, "threads did not end")

@@ -7,14 +7,22 @@ from collections.abc import Callable
 
 from remote_payload.train.run_control import RunControl
 
+SAVER = "saver"
+"""What the thread's name begins with."""
+
 
 class Saver:
     """The thread that writes checkpoints beside training, one at a time."""
 
     def __init__(self, control: RunControl) -> None:
         self._control = control
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "saver")
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, SAVER)
         self._writing: concurrent.futures.Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written."""
+        return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
         """Until nothing is being written. Raises Aborted, or whatever writing raised."""

@@ -142,6 +142,24 @@ def hang_and_fail() -> None:
     fail_at(f"{PACKAGE}.pipeline", "compute_features", 4, raise_broken)
 
 
+def test_a_checkpoint_that_a_disk_never_takes_is_left_behind_too(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, steps=LONG, crash_grace=0.5, held_out="", checkpoint_every=2)
+    assert trial.fork(hang_while_saving_and_fail) == 1
+    assert trial.exit["outcome"] == "crashed" and trial.exit["error"].endswith("on purpose")
+    assert "are left behind: saver" in trial.log
+    stacks = (trial.run_dir / rundir.CRASH / "stacks-threads-did-not-end.txt").read_text()
+    assert "in hang" in stacks and checkpoint.steps(trial.run_dir) == []
+
+
+def hang_while_saving_and_fail() -> None:
+    """Written beside training, as on a GPU."""
+    from remote_payload.train import saving
+
+    vars(saving)["goes_beside"] = lambda _device: True
+    fail_at(f"{PACKAGE}.checkpoint", "_write", 1, hang)
+    fail_at(f"{PACKAGE}.pipeline", "pack", 8, raise_broken)
+
+
 def test_a_failure_whose_record_cannot_be_written_ends_the_run_all_the_same(tmp_path: Path) -> None:
     trial = Trial(tmp_path, steps=LONG, held_out="")
     assert trial.fork(fail_with_a_full_disk) == 1
