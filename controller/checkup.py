@@ -26,7 +26,7 @@ from controller.errors import (
 from controller.inventory import Host
 from controller.place import Place, open_place
 from controller.ship import pack, ship, start
-from controller.text import safe_line
+from controller.text import last_line, safe_line
 from remote_payload import rundir
 from remote_payload.job import Job
 
@@ -168,8 +168,7 @@ def _inside(place: Place, job: Job | None, config: str) -> list[Check]:
     shipped = ship(place, pack(), ["preflight", place.workspace, question])
     answer = rundir.decode(shipped.output)
     if answer is None:
-        lines = shipped.stderr.decode(errors="replace").strip().splitlines()
-        said = safe_line(lines[-1]) if lines else "it said nothing"
+        said = last_line(shipped.stderr)
         raise PayloadEnvironmentError(f"{place.name}: preflight failed with status {shipped.status}: {said}")
     return doctor.examine(answer, job, place.description, received=time.time(), config=config)
 

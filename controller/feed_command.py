@@ -10,7 +10,7 @@ from controller import paths
 from controller.errors import ConnectionLostError, DflashctlError, LocalStateError
 from controller.frames import FrameDecoder
 from controller.place import Process
-from controller.text import safe_line
+from controller.text import last_line
 from controller.timing import SCALE_VARIABLE, Timing
 from remote_payload import rundir
 
@@ -57,8 +57,7 @@ def silent(timing: Timing, decoder: FrameDecoder, greeted: bool) -> ConnectionLo
 def ended(process: Process, decoder: FrameDecoder) -> DflashctlError:
     """Why a feed's output ended, in one sentence."""
     status = process.wait(1.0)
-    said = process.stderr.strip() or (b"" if decoder.started else decoder.noise.strip())
-    last = safe_line(said.decode(errors="replace").strip().rsplit("\n", 1)[-1])
+    last = last_line(process.stderr.strip() or (b"" if decoder.started else decoder.noise), "")
     how = "ended" if status is None else f"ended with status {status}"
     what = "the feed" if decoder.started else "the command that starts the feed"
     return ConnectionLostError(f"{what} {how}" + (f": {last}" if last else ""))

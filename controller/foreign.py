@@ -17,6 +17,7 @@ from controller.inventory import Host
 from controller.place import open_place
 from controller.run_place import RunPlace
 from controller.ship import pack, ship
+from controller.text import last_line, safe_line
 from remote_payload import rundir
 
 
@@ -50,7 +51,7 @@ def attach(
     answer = rundir.decode(shipped.output) or {}
     if not answer.get("ok"):
         near = [name for name in answer.get("near", ()) if isinstance(name, str)]
-        said = answer.get("error") or shipped.stderr.decode(errors="replace").strip()
+        said = safe_line(str(answer.get("error") or "")) or last_line(shipped.stderr)
         raise UsageError(
             f"{host.name}: {said}", f"Did you mean: {', '.join(near)}?" if near else "Is that its path there?"
         )

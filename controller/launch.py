@@ -30,7 +30,7 @@ from controller.place import Place, open_place
 from controller.run_place import COMMAND_S, RunPlace, answer_of, by
 from controller.run_records import Record, table
 from controller.ship import Payload, Session, converse, pack
-from controller.text import safe_line
+from controller.text import last_line, safe_line
 from remote_payload import rundir
 from remote_payload.job import Job
 
@@ -103,8 +103,7 @@ def prepare(session: Session, job: Job, *, say: Say, force: bool, own: str = "")
     done = session.answer()
     answer = rundir.decode(done.stdout)
     if answer is None:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        said = lines[-1] if lines else "it said nothing"
+        said = last_line(done.stderr)
         raise PayloadEnvironmentError(f"{host.name}: preflight failed with status {done.status}: {said}")
     checks = doctor.examine(answer, job, host)
     doctor.require(checks, host)

@@ -25,7 +25,7 @@ from controller.errors import InventoryError
 from controller.glance import Glance, glance
 from controller.health import Word
 from controller.run_records import number, text, whole
-from controller.text import safe_line
+from controller.text import last_line, safe_line
 from controller.timing import Timing
 from remote_payload import rundir
 
@@ -200,13 +200,12 @@ def call(hook: Hook, told: Mapping[str, str]) -> str:
     except OSError as error:
         return f"{hook.command[0]} cannot be run ({error.strerror})"
     try:
-        said = process.communicate(timeout=hook.timeout_s)[1].decode(errors="replace").strip()
+        said = last_line(process.communicate(timeout=hook.timeout_s)[1], "")
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         process.communicate()
         return f"the command took more than {hook.timeout_s:g} s and was ended"
     if process.returncode:
-        last = f": {safe_line(said.splitlines()[-1])}" if said else ""
-        return f"the command ended with exit status {process.returncode}{last}"
+        return f"the command ended with exit status {process.returncode}" + (f": {said}" if said else "")
     return ""

@@ -11,7 +11,7 @@ from controller.errors import ConnectionLostError, PayloadEnvironmentError, Usag
 from controller.paths import payloads_of_logs
 from controller.place import Place
 from controller.ship import Payload, start
-from controller.text import safe_line
+from controller.text import last_line, safe_line
 
 _WAIT_S: Final = 600.0
 """Sizes of many checkpoints are added up before a line comes; their removal takes its time too."""
@@ -54,10 +54,8 @@ def _ask(place: Place, payload: Payload, order: dict[str, Any]) -> list[Item]:
     if status is None:
         raise ConnectionLostError(f"{place.name}: prune closed its output and did not end")
     if status:
-        lines = arrived.process.stderr.decode(errors="replace").strip().splitlines()
-        raise PayloadEnvironmentError(
-            f"{place.name}: prune failed with status {status}: {safe_line(lines[-1]) if lines else ''}"
-        )
+        said = last_line(arrived.process.stderr)
+        raise PayloadEnvironmentError(f"{place.name}: prune failed with status {status}: {said}")
     return answers
 
 

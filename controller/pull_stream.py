@@ -10,7 +10,7 @@ from typing import Any, Final
 from controller.errors import ConnectionLostError, PullError
 from controller.place import Process
 from controller.run_records import rows, text, whole
-from controller.text import safe_line
+from controller.text import last_line, safe_line
 from controller.timing import Timing
 from remote_payload import rundir
 
@@ -104,11 +104,10 @@ class PullStream:
                 return data
             if data == b"":
                 status = self._process.wait(1.0)
-                said = self._process.stderr.decode(errors="replace").strip().splitlines()
-                last = f": {safe_line(said[-1])}" if said else ""
-                if status == 64 or (status == 2 and "can't open file" in last):
+                said = last_line(self._process.stderr)
+                if status == 64 or (status == 2 and "can't open file" in said):
                     raise UnfitPayloadError
-                raise ConnectionLostError(f"the sender ended with status {status}{last}")
+                raise ConnectionLostError(f"the sender ended with status {status}: {said}")
             if time.monotonic() > deadline:
                 raise ConnectionLostError(f"nothing came for {self._timing.silence_s:g} s")
 

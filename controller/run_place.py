@@ -16,6 +16,7 @@ from controller.errors import LocalStateError
 from controller.inventory import Host
 from controller.narration import detail
 from controller.place import Completed, Place
+from controller.text import last_line
 from controller.timing import SCALE_VARIABLE, Timing
 from remote_payload import rundir
 
@@ -76,8 +77,7 @@ def payload_command(place: Place, payload_dir: str, command: Sequence[str], stdi
 def answer_of(done: Completed) -> tuple[Mapping[str, Any], str]:
     """The payload's answer, and what it said when it refused (its error, or the end of its stderr)."""
     answer = rundir.decode(done.stdout) or {}
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return answer, str(answer.get("error") or (lines[-1] if lines else "it said nothing"))
+    return answer, str(answer.get("error") or last_line(done.stderr))
 
 
 def by() -> str:

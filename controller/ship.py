@@ -22,6 +22,7 @@ from controller import receiver
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, ShipError
 from controller.narration import detail
 from controller.place import Completed
+from controller.text import last_line
 from controller.timing import SCALE_VARIABLE, Timing
 
 if TYPE_CHECKING:
@@ -191,10 +192,8 @@ class Session:
         """The answer to the command that the session began with. Raises ConnectionLostError."""
         answer = self._arrived.record(timeout)
         if answer is None:
-            said = self._arrived.process.stderr.decode(errors="replace").strip().splitlines()
-            raise ConnectionLostError(
-                f"{self.place.name}: the payload ended without an answer: {said[-1] if said else 'no word'}"
-            )
+            said = last_line(self._arrived.process.stderr)
+            raise ConnectionLostError(f"{self.place.name}: the payload ended without an answer: {said}")
         return Completed(answer["status"], answer["stdout"].encode(), answer["stderr"].encode())
 
     def __enter__(self) -> Self:
@@ -309,9 +308,8 @@ def _no_interpreter(place: Place, process: Process, python: str) -> Exception:
             f"{place.name}: {what}",
             f"Make it: dflashctl setup --host {place.name} ; or name the right one as `venv` in hosts.toml.",
         )
-    said = process.stderr.decode(errors="replace").strip().splitlines()
     python = python or place.python
     return PayloadEnvironmentError(
-        f"{place.name}: {python} ended with status {status}: {said[-1] if said else 'no word'}",
+        f"{place.name}: {python} ended with status {status}: {last_line(process.stderr)}",
         f"Try: {place.description.command_line(python, '--version')}",
     )

@@ -42,6 +42,12 @@ def safe_line(text: str) -> str:
     return shown(one)
 
 
+def last_line(said: bytes, otherwise: str = "it said nothing") -> str:
+    """The last line that is not blank of what a command of the place said, safe to print."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    return safe_line(lines[-1]) if lines else otherwise
+
+
 def safe_lines(text: str) -> list[str]:
     """The lines of a text (a traceback), each safe to show."""
     lines = text.replace("\r\n", "\n").split("\n")
