@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from controller.errors import ShipError, UsageError
 from controller.place import Command, Place
-from controller.pruning import size
 from controller.ship import Payload, start
 from controller.text import safe_line
+from controller.tui.figures import amount
 from remote_payload.job import Job
 
 PREFIX: Final = "include:"
@@ -113,7 +113,7 @@ def send(
         if (missing := answer.get("missing")) is None:
             raise ShipError(f"{place.name}: included files cannot be taken: {_said(answer)}")
         for file in files:
-            what = f"including {file.name} ({size(file.size)})"
+            what = f"including {file.name} ({amount(file.size)})"
             absent = file.sha256 in missing
             say(f"{place.name}: {what}" if absent else f"{place.name}: {file.name} is there already")
         _send(arrived.process, [wanted[digest] for digest in missing], progress)

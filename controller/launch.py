@@ -31,6 +31,7 @@ from controller.run_place import COMMAND_S, RunPlace, answer_of, by
 from controller.run_records import Record, table
 from controller.ship import Payload, Session, converse, pack
 from controller.text import last_line, safe_line
+from controller.tui.figures import amount
 from remote_payload import rundir
 from remote_payload.job import Job
 
@@ -97,7 +98,7 @@ def prepare(session: Session, job: Job, *, say: Say, force: bool, own: str = "")
     host = place.description
     if session.new_workspace:
         say(f"{host.name}: made the workspace {place.workspace}")
-    size = f"{len(payload.files)} files, {len(payload.tar) / 1024:.0f} KiB"
+    size = f"{len(payload.files)} files, {amount(len(payload.tar))}"
     how = f"sent ({size})" if session.sent else "is there already"
     say(f"{host.name}: payload {payload.digest[:12]} {how}")
     done = session.answer()

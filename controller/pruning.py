@@ -12,6 +12,7 @@ from controller.paths import payloads_of_logs
 from controller.place import Place
 from controller.ship import Payload, start
 from controller.text import last_line, safe_line
+from controller.tui.figures import amount
 
 _WAIT_S: Final = 600.0
 """Sizes of many checkpoints are added up before a line comes; their removal takes its time too."""
@@ -70,7 +71,7 @@ def table(items: Sequence[Item]) -> str:
                 "keep" if why else "GOES",
                 item["kind"],
                 safe_line(name),
-                size(item["bytes"]),
+                amount(item["bytes"]),
                 f"{item['age_s'] / 86400:.1f} d",
                 safe_line("; ".join(filter(None, (item["state"], why)))),
             )
@@ -81,13 +82,3 @@ def table(items: Sequence[Item]) -> str:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that fits."""
-    number = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"

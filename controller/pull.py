@@ -25,6 +25,7 @@ from controller.run_place import RunPlace, payload_argv
 from controller.ship import pack, ship
 from controller.sink import Sink, in_chunks
 from controller.timing import Timing
+from controller.tui.figures import amount
 
 Progress = Callable[[str, int, int], None]
 """Told the file, bytes of all files that are here, and bytes of all files."""
@@ -202,7 +203,7 @@ class Pull:
         free = shutil.disk_usage(existing).free
         if needed > free:
             raise PullError(
-                f"{self._to}: {needed / 2**30:.1f} GiB are to come, and {free / 2**30:.1f} GiB are free",
+                f"{self._to}: {amount(needed)} are to come, and {amount(free)} are free",
                 "Name another folder with --to.",
             )
 

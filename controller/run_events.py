@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Iterable
 
 from controller.run_records import Record, number, numbers, table, text, whole
+from controller.tui.figures import amount
 
 KEPT = 300
 """Most events kept for the list; the newest."""
@@ -138,9 +139,9 @@ def _eval(r: Record) -> Line:
 
 def _checkpoint(r: Record) -> Line:
     size = number(r, "bytes")
-    amount = "" if size is None else f", {size / 2**30:.2f} GiB"
+    large = "" if size is None else f", {amount(int(size))}"
     seconds = _figure(r, "seconds", ".1f")
-    return Level.GOOD, f"checkpoint of step {_count(r, 'step')}{amount} in {seconds}s"
+    return Level.GOOD, f"checkpoint of step {_count(r, 'step')}{large} in {seconds}s"
 
 
 def _checkpoint_failed(r: Record) -> Line:

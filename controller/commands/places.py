@@ -297,6 +297,7 @@ def prune(
     from controller import pruning
     from controller.place import open_place
     from controller.ship import pack
+    from controller.tui.figures import amount
 
     chosen, payload = chosen_host(host, kind, container, user, port), pack()
     older_s = pruning.seconds(older_than)
@@ -307,7 +308,7 @@ def prune(
         if not as_json or not (yes or dry_run):
             say(pruning.table(items) if items else f"{chosen.name}: there is nothing")
         if going and not dry_run:
-            freed = pruning.size(sum(item["bytes"] for item in going))
+            freed = amount(sum(item["bytes"] for item in going))
             if not yes and not _agreed(f"{chosen.name}: remove {len(going)} of {len(items)} ({freed})?"):
                 say("nothing was removed")
                 going = []
@@ -318,7 +319,7 @@ def prune(
             say(f"kept {answer['kept']}: {answer['why']}")
     if answers:
         gone = [answer for answer in answers if "removed" in answer]
-        say(f"{chosen.name}: removed {len(gone)}, {pruning.size(sum(a['bytes'] for a in gone))} freed")
+        say(f"{chosen.name}: removed {len(gone)}, {amount(sum(a['bytes'] for a in gone))} freed")
     if as_json:
         removed = [answer["removed"] for answer in answers if "removed" in answer]
         print(json.dumps({"host": chosen.name, "items": items, "removed": removed}))

@@ -17,8 +17,9 @@ from controller.errors import ShipError, UsageError
 from controller.includes import Included, collect, send
 from controller.inventory import Host
 from controller.place import Place, open_place
-from controller.pruning import examine, remove, seconds, size, table
+from controller.pruning import examine, remove, seconds, table
 from controller.ship import PACKAGE, Payload, pack, ship
+from controller.tui.figures import amount
 from remote_payload import identity, includes, pruning, rundir
 
 DAY = 86400.0
@@ -201,7 +202,9 @@ def test_a_span_that_is_none_is_refused() -> None:
 
 
 def test_sizes_are_for_people() -> None:
-    assert [size(n) for n in (0, 2048, 3 << 20, 5 << 30)] == ["0 B", "2 KiB", "3 MiB", "5.0 GiB"]
+    assert [amount(n) for n in (0, 1, 2048, 3 << 20, 5 << 30)] == [
+        "0 bytes", "1 byte", "2.0 KiB", "3.0 MiB", "5.0 GiB",
+    ]  # fmt: skip
 
 
 # Included files
@@ -242,7 +245,7 @@ def test_included_files_arrive_whole_are_sent_once_and_lie_in_the_run(
     files = collect([big, tmp_path / "empty"])
     told: list[tuple[int, int]] = []
     said = send_all(place, payload, files, progress=lambda *n: told.append(n))
-    assert said == ["here: including big.arrow (3 MiB)", "here: including empty (0 B)"]
+    assert said == ["here: including big.arrow (3.0 MiB)", "here: including empty (0 bytes)"]
     assert told[-1] == (3 << 20, 3 << 20)
     run_dir = Path(place.workspace) / "runs" / "r"
     includes.put(Path(place.workspace), run_dir, [file.to_json() for file in files])
