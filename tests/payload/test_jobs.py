@@ -36,4 +36,4 @@ def test_rows_of_a_job_for_a_gpu_can_be_cut_into_tiles(path: Path) -> None:
 
 
 def test_there_are_jobs() -> None:
-    assert {"demo", "smollm2_code"} <= {path.stem for path in JOBS}
+    assert {"demo", "qwen3_8b", "smollm2_code"} <= {path.stem for path in JOBS}
