@@ -288,7 +288,8 @@ def prune(
 ) -> int:
     """Remove old runs, payloads and included files from a place; lists them, and asks first.
 
-    Never a run that lives, nor the payload of a run that stays. Copies on this machine stay.
+    Never a run that lives, nor the payload of a run that stays, or of a log that this machine follows.
+    Copies on this machine stay.
 
     \b
     dflashctl prune --host gpubox --dry-run

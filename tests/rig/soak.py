@@ -30,8 +30,8 @@ MINUTES = float(os.environ.get("DFLASHCTL_SOAK_MINUTES", "10"))
 RATE = 50_000
 """Bytes of log a second, beside 50 events."""
 GROWTH = {"feed": 2.0, "mirror": 4.0, "view": 12.0}
-"""MiB by which resident memory may rise from the second quarter of the time to the last: the view fills
-curves and lists up to their bounds meanwhile."""
+"""MiB by which resident memory may rise from the second quarter of the time to the last: meanwhile the view
+fills curves, lists and what Rich remembers of the widths of lines, each up to its bound."""
 
 
 def resident_mib(pid: int) -> float:
