@@ -42,7 +42,8 @@ SEEN = {
     " cuda error",
     "nonfinite-limit": "drafter-0 failed in 'stopping for want of finite gradients':"
     " remote_payload.train.nonfinite.NonFiniteGradients: 20 steps in a row without a finite gradient"
-    " (nonfinite_limit = 20); the newest is step 137, bucket 2, samples 4, 8 (see crash/thread-drafter-0.json)",
+    " (nonfinite_limit = 20); the newest is step 137, bucket 2, samples 4, 8"
+    " (see crash/thread-drafter-0.json)",
     "nan-loss": "FloatingPointError: loss is nan at step 300",
     "stop-grace": "killed by SIGKILL killed by SIGKILL: it did not end in time after it was asked to stop",
     "killed-memory": "killed by SIGKILL the trainer was killed by SIGKILL\nstep 5 loss 2.1",
