@@ -135,7 +135,7 @@ def test_included_files_lie_in_the_run_and_the_job_names_them_there(host: Host, 
         launch(host, job, "tiny")
     said: list[str] = []
     run = launch(host, job, "tiny", include=[tmp_path / "mine"], say=said.append)
-    assert "here: including mine/data.arrow (5 B)" in said
+    assert "here: including mine/data.arrow (5 bytes)" in said
     folder = Path(run.run_dir)
     assert (folder / "include" / "mine" / "data.arrow").read_bytes() == b"arrow"
     assert f'dataset = "{folder}/include/mine/data.arrow"' in (folder / rundir.JOB).read_text()
