@@ -127,7 +127,7 @@ def matching(data: bytes, matches: Matches) -> list[int]:
 
 def _containing(data: bytes, matches: Containing) -> list[int]:
     """`matching` for plain ASCII."""
-    if not matches.needle.isascii():
+    if not matches.needle.isascii() or "\n" in matches.needle:  # no line of plain ASCII has either
         return []
     needle, lowered = matches.needle.encode(), data.lower()
     found = []

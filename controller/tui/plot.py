@@ -239,14 +239,15 @@ def _x_axis(window: Window, columns: int, x_text: Callable[[float], str]) -> Tex
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most about `most` round numbers between: steps of 1, 2 or 5 times a power of ten."""
+    """About `most` round numbers between, 1, 2 or 5 times a power of ten apart; more where that were none."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, most)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
-    return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    found = [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    return found or ticks(low, high, 2 * most)
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
