@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -270,15 +269,6 @@ def test_an_unexpected_error_is_one_line_with_a_report(env: dict[str, str]) -> N
     report = Path(line.rpartition(" ")[2])
     assert report.is_relative_to(Path(env["XDG_STATE_HOME"]))
     assert "Traceback" in report.read_text()
-
-
-def test_help_is_quick(env: dict[str, str]) -> None:
-    seconds = []
-    for _ in range(5):
-        begun = time.monotonic()
-        dflashctl("--help", env=env)
-        seconds.append(time.monotonic() - begun)
-    assert min(seconds) < 0.3
 
 
 def test_the_entry_point_is_the_one_that_the_project_declares() -> None:
