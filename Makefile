@@ -24,7 +24,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -S -c "import remote_payload.supervisor, remote_payload.feed, remote_payload.preflight"
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not rig and not gpu"
+	$(BIN)/python -m pytest -q -n 3 -m "not slow and not rig and not gpu"
 
 rig: $(INSTALLED) test-setup
 	$(BIN)/python -m tests.rig

@@ -210,6 +210,7 @@ class Writer(threading.Thread):
                     self.run_.append(f"crash/thread-{step}.json", part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_and_frozen_feeds_cost_nothing_but_time(run: Run, seed: int) -> None:
     dice = random.Random(seed)

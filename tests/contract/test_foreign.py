@@ -74,6 +74,7 @@ def state_of(reader: RunReader) -> RunState:
     return state
 
 
+@pytest.mark.slow
 def test_a_long_log_is_a_run_with_buckets_targets_steps_and_a_health(scene: Scene) -> None:
     steps = b"".join(b"step %d/900000 loss %.3f\n" % (n, 3 - n / 1e6) for n in range(1, 70_001))
     scene.append(HEAD + steps)

@@ -109,6 +109,7 @@ def test_quiet_and_verbose_may_stand_anywhere_before_somebody_elses_words() -> N
     assert loudness_first(["pull", "--", "-q"]) == ["pull", "--", "-q"]
 
 
+@pytest.mark.slow
 def test_quiet_leaves_data_and_errors_and_verbose_adds_what_is_run_elsewhere(
     env: dict[str, str], job: str
 ) -> None:
@@ -210,6 +211,7 @@ def test_an_unknown_host_contacts_nobody_in_a_dry_run(env: dict[str, str], job: 
     assert "ssh root@192.0.2.1 pct exec 200 -- /root/venv/bin/python" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_launch_prints_the_id_alone_and_the_run_is_then_known(env: dict[str, str], job: str) -> None:
     done = dflashctl("launch", "--job", job, env=env)
     assert done.returncode == 0, done.stderr

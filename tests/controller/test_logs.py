@@ -332,6 +332,7 @@ def test_a_reader_beside_the_holder_of_the_lock_sees_the_same_bytes(scene: Scene
     assert scene.out.getvalue() == bytes(scene.remote.files["train.log"])
 
 
+@pytest.mark.slow
 def test_a_holder_that_stands_still_is_named(scene: Scene) -> None:
     record = {"kind": "mirror", "state": "connected", "t": time.time(), "pid": 4711, "files": {}}
     (scene.folder / MIRROR).write_text(json.dumps(record))

@@ -106,6 +106,7 @@ def lasting(record: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in record.items() if key not in left_out}, "texts": texts}
 
 
+@pytest.mark.slow
 def test_shards_merge_to_the_record_of_one_process_to_the_last_round(
     folder: Path, target: Path, prompts: Path
 ) -> None:

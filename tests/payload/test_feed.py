@@ -735,6 +735,7 @@ sys.exit(feed.feed(Path(sys.argv[2]), sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [True, False])
 def test_where_the_kernel_tells_nothing_files_are_looked_at_often(run_dir: Path, refused: bool) -> None:
     path = run_dir / "train.log"
@@ -754,6 +755,7 @@ def test_where_the_kernel_tells_nothing_files_are_looked_at_often(run_dir: Path,
             assert len(reader.kinds("beat")) <= beats + 1
 
 
+@pytest.mark.slow
 def test_a_log_file_is_fed_under_one_name_through_links_and_rotation(tmp_path: Path) -> None:
     """As of a program that nobody here started."""
     (tmp_path / "elsewhere").mkdir()

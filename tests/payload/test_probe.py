@@ -52,6 +52,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return programs
 
 
+@pytest.mark.slow
 def test_modes_that_crash_hang_or_say_nonsense_are_failures_and_the_others_go_on(
     answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_state_and_age_come_first_in_every_situation(name: str, tmp_path: Path) 
 SMALL_AND_LARGE = [(1, 1), (10, 4), (40, 10), (79, 23), (220, 60)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["healthy", "dead_thread"])
 async def test_no_terminal_is_too_small_or_too_large(name: str, open_run: Open) -> None:
     async with open_run(name) as pilot:
