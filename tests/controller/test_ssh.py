@@ -15,6 +15,7 @@ from controller.errors import ConnectionLostError, HostKeyError, UnreachableErro
 from controller.known_hosts import KnownHosts, fingerprint, matches
 from controller.ssh import SshConnection
 from controller.ssh_config import SshSettings, look_up
+from controller.ssh_process import SshProcess
 
 NAME = "[127.0.0.1]:2222"
 
@@ -392,3 +393,38 @@ def test_a_thread_that_finds_the_connection_broken_leaves_the_one_that_another_m
         with pytest.raises(ConnectionLostError, match="it broke"):
             connection.start("true")
         assert closed == expected
+
+
+class BrokenChannel:
+    """A channel of a connection that breaks while it is used: paramiko raises EOFError from deep inside."""
+
+    eof_received = closed = False
+
+    def __init__(self) -> None:
+        self._ends = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self._ends[0].fileno()
+
+    def settimeout(self, _seconds: float) -> None: ...
+
+    def recv_ready(self) -> bool:
+        return True
+
+    def recv_stderr_ready(self) -> bool:
+        return False
+
+    def recv(self, _size: int) -> bytes:
+        raise EOFError
+
+    def sendall(self, _data: memoryview) -> None:
+        raise EOFError
+
+
+def test_a_connection_that_breaks_under_a_read_or_a_write_is_a_lost_one() -> None:
+    channel: Any = BrokenChannel()
+    process = SshProcess(channel, "box")
+    with pytest.raises(ConnectionLostError, match="box: the connection broke"):
+        process.receive(1.0)
+    with pytest.raises(ConnectionLostError, match=r"box: cannot send to it \(the connection broke\)"):
+        process.send(b"x")
