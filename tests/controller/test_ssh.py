@@ -400,11 +400,11 @@ class BrokenChannel:
 
     eof_received = closed = False
 
-    def __init__(self) -> None:
-        self._ends = socket.socketpair()
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
 
     def fileno(self) -> int:
-        return self._ends[0].fileno()
+        return self._end.fileno()
 
     def settimeout(self, _seconds: float) -> None: ...
 
@@ -422,9 +422,11 @@ class BrokenChannel:
 
 
 def test_a_connection_that_breaks_under_a_read_or_a_write_is_a_lost_one() -> None:
-    channel: Any = BrokenChannel()
-    process = SshProcess(channel, "box")
-    with pytest.raises(ConnectionLostError, match="box: the connection broke"):
-        process.receive(1.0)
-    with pytest.raises(ConnectionLostError, match=r"box: cannot send to it \(the connection broke\)"):
-        process.send(b"x")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel: Any = BrokenChannel(ours)
+        process = SshProcess(channel, "box")
+        with pytest.raises(ConnectionLostError, match="box: the connection broke"):
+            process.receive(1.0)
+        with pytest.raises(ConnectionLostError, match=r"box: cannot send to it \(the connection broke\)"):
+            process.send(b"x")

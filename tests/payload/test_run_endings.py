@@ -152,12 +152,25 @@ def test_a_checkpoint_that_a_disk_never_takes_is_left_behind_too(tmp_path: Path)
 
 
 def hang_while_saving_and_fail() -> None:
-    """Written beside training, as on a GPU."""
-    from remote_payload.train import saving
+    """Written beside training, as on a GPU; the target fails only once the disk hangs."""
+    import threading
+
+    from remote_payload.train import pipeline, saving
 
     vars(saving)["goes_beside"] = lambda _device: True
-    fail_at(f"{PACKAGE}.checkpoint", "_write", 1, hang)
-    fail_at(f"{PACKAGE}.pipeline", "pack", 8, raise_broken)
+    hangs, pack = threading.Event(), pipeline.pack
+
+    def begin_to_hang() -> None:
+        hangs.set()
+        hang()
+
+    def pack_or_fail(*given: Any) -> Any:
+        if hangs.is_set():
+            raise_broken()
+        return pack(*given)
+
+    fail_at(f"{PACKAGE}.checkpoint", "_write", 1, begin_to_hang)
+    vars(pipeline)["pack"] = pack_or_fail
 
 
 def test_a_failure_whose_record_cannot_be_written_ends_the_run_all_the_same(tmp_path: Path) -> None:
