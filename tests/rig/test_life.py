@@ -170,9 +170,9 @@ def test_no_way_to_quit_a_view_stops_training(rig: Rig, job: str, end: signal.Si
     def all_show() -> bool:
         for number, process in enumerate(views):
             seen[number] += drain(process)
-        return all(len(text) > 20 for text in seen.values())
+        return all(len(text) > 20 for text in seen.values()) and b"LIVE" in seen[1]
 
-    wait_until(all_show, "every view to show something")
+    wait_until(all_show, "every view to show something, and the TUI a living run")
     for process in views:
         if end == "hang up":
             os.close(process.terminal)  # type: ignore[attr-defined]
