@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from remote_payload.train.mask import TILE, MaskMod
+from remote_payload.train.mask import TILE, MaskMod, assemble
 
 
 def fold_queries(queries: Tensor) -> Tensor:
@@ -77,16 +77,4 @@ def fold_mask(mask: BlockMask, heads: int, kv_heads: int, rule: MaskMod) -> Bloc
     full_kv = by_query(mask.full_kv_num_blocks, mask.full_kv_indices)
     q = by_key(mask.q_num_blocks, mask.q_indices)
     full_q = by_key(mask.full_q_num_blocks, mask.full_q_indices)
-    return BlockMask(
-        seq_lengths=(queries * heads, keys * kv_heads),
-        kv_num_blocks=kv[0],
-        kv_indices=kv[1],
-        full_kv_num_blocks=full_kv[0],
-        full_kv_indices=full_kv[1],
-        q_num_blocks=q[0],
-        q_indices=q[1],
-        full_q_num_blocks=full_q[0],
-        full_q_indices=full_q[1],
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=rule,
-    )
+    return assemble((queries * heads, keys * kv_heads), kv, full_kv, q, full_q, rule)

@@ -92,8 +92,19 @@ def block_mask(starts: Tensor, anchors: Tensor, context: int, block_size: int, r
         partial = (touched & ~full) | own
         kv = _listed(partial, own)
     full_kv, q, full_q = _listed(full), _listed(partial.T), _listed(full.T)
+    return assemble((queries, context + queries), kv, full_kv, q, full_q, rule)
+
+
+Tiles = tuple[Tensor, Tensor]
+"""How many tiles each row has, and which."""
+
+
+def assemble(
+    lengths: tuple[int, int], kv: Tiles, full_kv: Tiles, q: Tiles, full_q: Tiles, rule: MaskMod
+) -> BlockMask:
+    """A mask of `lengths` (queries, keys): partial and full tiles by query tile, then by key tile."""
     return BlockMask(
-        seq_lengths=(queries, context + queries),
+        seq_lengths=lengths,
         kv_num_blocks=kv[0],
         kv_indices=kv[1],
         full_kv_num_blocks=full_kv[0],
