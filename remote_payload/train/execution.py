@@ -42,7 +42,9 @@ RECOMPILES_ALLOWED = 8
 WARM_UP_LOCK = threading.Lock()
 """Held by the replica that warms up; the others wait for their turn."""
 
-_CAPTURE_LOCK = threading.Lock()
+CAPTURE_LOCK = threading.Lock()
+"""Held while a graph is captured, and while a collective is begun on one device and not yet on the others:
+entering a capture frees memory of all devices, which waits for them."""
 
 
 def decide(wanted: str, device: torch.device, version: str = torch.__version__) -> tuple[str, str]:
@@ -156,7 +158,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(device)
         assert stream != torch.cuda.default_stream(device), "capture needs a stream of the thread's own"
-        with _CAPTURE_LOCK:
+        with CAPTURE_LOCK:
             try:
                 with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                     work()

@@ -179,7 +179,7 @@ class RecordedCapture:
     fails: BaseException | None = None
 
     def __init__(self, graph: object, **options: object) -> None:
-        RecordedCapture.asked.append({"graph": graph, "locked": execution._CAPTURE_LOCK.locked(), **options})
+        RecordedCapture.asked.append({"graph": graph, "locked": execution.CAPTURE_LOCK.locked(), **options})
 
     def __enter__(self) -> None:
         pass
@@ -212,7 +212,7 @@ def test_a_capture_is_thread_local_on_the_threads_own_stream_with_a_pool_of_its_
     for asked in captures.asked:
         assert asked["capture_error_mode"] == "thread_local" and asked["stream"] == "its own"
         assert asked["locked"] is True and "pool" not in asked
-    assert not execution._CAPTURE_LOCK.locked()
+    assert not execution.CAPTURE_LOCK.locked()
 
 
 def test_a_capture_that_fails_gives_the_lock_back_and_says_why(captures: type[RecordedCapture]) -> None:
@@ -221,7 +221,7 @@ def test_a_capture_that_fails_gives_the_lock_back_and_says_why(captures: type[Re
         execution.Graph(lambda: None, CUDA)
     captures.fails = None
     execution.Graph(lambda: None, CUDA)
-    assert not execution._CAPTURE_LOCK.locked()
+    assert not execution.CAPTURE_LOCK.locked()
 
 
 def test_a_capture_on_the_default_stream_is_a_defect(
