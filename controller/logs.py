@@ -63,6 +63,7 @@ def follow_log(
                 seen, gave_up = waiter.seen(), waiter.gave_up  # before the record that they are about
                 record = reader.record()
                 ended = record.get("state") == "ended"
+                settled = waiter.is_settled(record)  # before the look for bytes that it vouches for
                 trouble.tell(record, mirror, time.time(), quiet=not (follow or whole))
                 piece = reader.read()
                 if piece is not None:
@@ -76,7 +77,7 @@ def follow_log(
                         continue
                     reader.skip_holes = True  # they cannot be had now
                     continue
-                if ended or (not follow and waiter.is_settled(record)):
+                if ended or (not follow and settled):
                     break
                 if gave_up:
                     raise _refusal(record, mirror)

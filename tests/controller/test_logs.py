@@ -273,6 +273,35 @@ def test_all_of_a_log_is_waited_for_by_a_follower_beside_the_holder(scene: Scene
     assert scene.out.getvalue() == log + b"new\n"
 
 
+def test_bytes_that_come_with_the_mirrors_end_are_printed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = b"".join(b"line %d\n" % n for n in range(200_000))
+    scene.remote.files["train.log"] += log
+    scene.line.chunk = 1 << 20
+    ask_for_whole_log(scene.folder)
+    mirror = scene.mirror(once=True)
+    look = MirrorReader.waits_at_hole
+
+    def late(reader: MirrorReader) -> bool:  # a look at the hole that takes until the mirror has filled it
+        until(lambda: not mirror.running)
+        return look(reader)
+
+    monkeypatch.setattr(MirrorReader, "waits_at_hole", late)
+    read, held_up = MirrorReader.read, threading.Event()
+
+    def early(reader: MirrorReader, *most: int) -> Any:
+        if mirror.running and not held_up.is_set():
+            held_up.set()
+            return None  # what a look before the first byte finds
+        return read(reader, *most)
+
+    monkeypatch.setattr(MirrorReader, "read", early)
+    assert scene.logs(whole=True, mirror=mirror) == 0
+    assert held_up.is_set()
+    assert scene.out.getvalue() == log
+
+
 def test_older_bytes_that_cannot_be_had_now_are_left_out_and_said(scene: Scene) -> None:
     log = b"".join(b"line %d\n" % n for n in range(200_000))
     scene.remote.files["train.log"] += log
