@@ -21,10 +21,13 @@ from remote_payload.train.allocated_file import allocate
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import Dataset
 
+CACHED = torch.bfloat16
+"""The type in which features are kept on disk."""
+
 
 @dataclasses.dataclass(slots=True)
 class Features:
-    """One batch with its features, on the target's device."""
+    """One batch with its features, on the target's device; those from the disk in main memory."""
 
     batch: Batch
     packed: Tensor
@@ -37,7 +40,17 @@ def pack(features: Tensor, lengths: list[int]) -> Tensor:
     """Drop the padding of `features` [B, L, W]: [n, W]."""
     longest = features.shape[1]
     index = torch.cat([torch.arange(n) + row * longest for row, n in enumerate(lengths)])
-    return features.flatten(0, 1)[index.to(features.device, non_blocking=True)]
+    return features.flatten(0, 1)[fetched(index, features.device)]
+
+
+def fetched(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor`, of the host, on `device`; on a GPU by way of page-locked memory.
+
+    A copy from ordinary memory would wait until the GPU has done all that was asked of it before.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # kept by its allocator until the copy is done
+    return tensor.to(device, non_blocking=True)
 
 
 class FeatureCache:
@@ -70,9 +83,7 @@ class FeatureCache:
                 f" ({error.strerror}); use features = 'online'"
             ) from error
         self.path = path
-        self._features = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(
-            -1, width
-        )
+        self._features = torch.from_file(str(path), shared=True, size=size, dtype=CACHED).view(-1, width)
         self._present = torch.from_file(str(present), shared=True, size=len(dataset), dtype=torch.uint8)
 
     @staticmethod
@@ -102,16 +113,24 @@ class FeatureCache:
         """Share of the samples whose features are there."""
         return float(self._present.float().mean())
 
-    def read(self, samples: list[int]) -> Tensor | None:
-        """Packed features of `samples`, or None unless all of them are there."""
+    def read(self, samples: list[int], *, pinned: bool = False) -> Tensor | None:
+        """Packed features of `samples`, or None unless all of them are there.
+
+        `pinned`: in page-locked memory, from where a GPU fetches them while it works.
+        """
         if not bool(self._present[samples].all()):
             return None
-        return torch.cat([self._features[self._offsets[s] : self._offsets[s + 1]] for s in samples])
+        parts = [self._features[self._offsets[s] : self._offsets[s + 1]] for s in samples]
+        if not pinned:
+            return torch.cat(parts)
+        rows = sum(len(part) for part in parts)
+        whole = torch.empty(rows, self._features.shape[1], dtype=CACHED, pin_memory=True)
+        return torch.cat(parts, out=whole)
 
     def store(self, samples: list[int], lengths: list[int], packed: Tensor) -> None:
         """Keep `packed` [n, W] of `samples`; what is there already stays, since others have trained on it."""
         for sample, part in zip(samples, packed.split(lengths), strict=True):
             if self._present[sample]:
                 continue
-            self._features[self._offsets[sample] : self._offsets[sample + 1]] = part.to("cpu", torch.bfloat16)
+            self._features[self._offsets[sample] : self._offsets[sample + 1]] = part.to("cpu", CACHED)
             self._present[sample] = 1

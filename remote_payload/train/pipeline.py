@@ -19,7 +19,7 @@ import torch
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, dtype_name, on_device, turn
-from remote_payload.train.features import Features, pack
+from remote_payload.train.features import Features, fetched, pack
 from remote_payload.train.objective import needs_teacher
 from remote_payload.train.progress import gib
 from remote_payload.train.run import Run
@@ -147,16 +147,17 @@ def compute_features(run: Run, target: Target, batch: Batch) -> Features:
     """The features of a batch, from the cache where it has them."""
     device = target.device
     cuda = device.type == "cuda"
-    if run.cache is not None and (kept := run.cache.read(batch.samples)) is not None:
+    pinned = any(name.startswith("cuda") for name in run.job.drafters)
+    if run.cache is not None and (kept := run.cache.read(batch.samples, pinned=pinned)) is not None:
         return Features(batch, kept, None)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with turn(device):
-        ids = batch.ids.to(device, non_blocking=True)
+        ids = fetched(batch.ids, device)
         packed = pack(target.features(ids, needs_teacher(run.job)), batch.lengths)
     if run.cache is not None:
         run.cache.store(batch.samples, batch.lengths, packed)
-        kept = run.cache.read(batch.samples)
+        kept = run.cache.read(batch.samples, pinned=pinned)
         assert kept is not None
         return Features(batch, kept, None)
     if not cuda:

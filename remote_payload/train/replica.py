@@ -9,7 +9,6 @@ Shapes: C context tokens, A anchor slots, B block size, Q = A*B, D width, W feat
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import time
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from remote_payload import crash
 from remote_payload.job import Job
 from remote_payload.train import execution
+from remote_payload.train.arrivals import Arrivals
 from remote_payload.train.batch import Row, RowShape, empty_row
 from remote_payload.train.devices import compute_dtype, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, RotaryTable, initialise
@@ -131,7 +131,8 @@ class Replica:
         self._row_graph: execution.Graph | None = None
         self._step_graph: execution.Graph | None = None
         self._filled = 0
-        self._held: collections.deque[tuple[Features, torch.cuda.Event]] = collections.deque()
+        columns = self.features.shape[1] + (0 if self.teacher is None else config.width)
+        self._arrivals = Arrivals.of(job, device, shape.token_budget, columns)
 
     @property
     def parameters(self) -> int:
@@ -218,14 +219,11 @@ class Replica:
             if buffer is not None:
                 buffer[self._filled : filled].zero_()
         if features is not None:
-            if features.ready is not None:
-                features.ready.wait()
             width = self.features.shape[1]
-            self.features[: self._filled].copy_(features.packed[:, :width], non_blocking=True)
-            if self.teacher is not None:
-                self.teacher[: self._filled].copy_(features.packed[:, width:], non_blocking=True)
-            if self.device.type == "cuda":
-                self._hold(features)
+            with self._arrivals.bring(features) as packed:
+                self.features[: self._filled].copy_(packed[:, :width], non_blocking=True)
+                if self.teacher is not None:
+                    self.teacher[: self._filled].copy_(packed[:, width:], non_blocking=True)
         self._buffer.fill(row)
 
     def run_row(self, row: Row, bucket: int, first: bool) -> None:
@@ -353,14 +351,6 @@ class Replica:
         self.weights.local.zero_()
         self.weights.total.zero_()
         self.statistics.zero_()
-
-    def _hold(self, features: Features) -> None:
-        """Keep features until the copy from them is done; their memory belongs to another stream."""
-        event = torch.cuda.Event()
-        event.record()
-        self._held.append((features, event))
-        while self._held and self._held[0][1].query():
-            self._held.popleft()
 
 
 def _frozen(target: Target, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, OutputHead]:
