@@ -13,6 +13,7 @@ h heads, g key/value heads, d head size.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from remote_payload.job import JobError
+from remote_payload.train import fp8
 from remote_payload.train.folded import fold_keys, fold_queries, unfold
 from remote_payload.train.target_config import required_size, rope_theta, size_of
 
@@ -72,6 +74,17 @@ class DrafterConfig:
         )
 
 
+def fp8_sizes(c: DrafterConfig) -> dict[str, dict[str, int]]:
+    """Sides of the products of each part that training may make of 8-bit numbers, by their names."""
+    width = {"the target's width": c.width}
+    heads = {"heads x head size": c.heads * c.head_dim, "kv heads x head size": c.kv_heads * c.head_dim}
+    return {
+        fp8.HEAD: width | {"the target's vocabulary": c.vocabulary},
+        fp8.MLP: width | {"the MLP's width": c.ffn},
+        fp8.PROJECTIONS: width | heads,
+    }
+
+
 def choose_taps(target_layers: int, taps: int) -> tuple[int, ...]:
     """The 0-based target layers to tap: the middle one, or `taps` from layer 1 to the third last.
 
@@ -108,12 +121,19 @@ class RotaryTable(NamedTuple):
         return x * self.cos + torch.cat([-high, low], -1) * self.sin
 
 
+def project(x: Tensor, matrix: Tensor, eight_bits: bool) -> Tensor:
+    """`x @ matrix.T`, of 8-bit numbers where training wants that."""
+    return fp8.linear(x, matrix) if eight_bits else F.linear(x, matrix)
+
+
 class Attention(nn.Module):
     """Projections and per-head norms; keys and values of context and block come from the same ones."""
 
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
         self.c = c
+        self.fp8 = False
+        """Whether training projects by products of 8-bit numbers."""
         self.q_proj = nn.Linear(c.width, c.heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
@@ -130,7 +150,7 @@ class Attention(nn.Module):
         """
         if matrix is None:
             return self.normed(self.k_proj(hidden), self.v_proj(hidden), rotary)
-        keys, values = F.linear(hidden, matrix).chunk(2, -1)
+        keys, values = project(hidden, matrix, self.fp8).chunk(2, -1)
         return self.normed(keys, values, rotary)
 
     def normed(self, keys: Tensor, values: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
@@ -148,7 +168,8 @@ class Attention(nn.Module):
         matrix: Tensor | None = None,
     ) -> Tensor:
         """What the block `x` [Q, D] attends to in context `keys`, `values` [N, g, d] and itself, [Q, hd]."""
-        queries = rotary.rotate(self.q_norm(self.q_proj(x).view(len(x), self.c.heads, self.c.head_dim)))
+        projected = project(x, self.q_proj.weight, self.fp8)
+        queries = rotary.rotate(self.q_norm(projected.view(len(x), self.c.heads, self.c.head_dim)))
         own_keys, own_values = self.keys_values(x, rotary, matrix)
         attended = attend(queries, torch.cat([keys, own_keys]), torch.cat([values, own_values]), mask)
         return attended.flatten(1)
@@ -179,6 +200,8 @@ class MLP(nn.Module):
 
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
+        self.fp8 = False
+        """Whether training multiplies 8-bit numbers."""
         self.gate_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.up_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.down_proj = nn.Linear(c.ffn, c.width, bias=False)
@@ -187,6 +210,8 @@ class MLP(nn.Module):
         """[Q, D] to [Q, D]; `matrix` is `gate_proj` with `up_proj` below it, where they lie so."""
         if matrix is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
+        elif self.fp8:
+            return fp8.mlp(x, matrix, self.down_proj.weight)
         else:
             gate, up = F.linear(x, matrix).chunk(2, -1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
@@ -223,7 +248,7 @@ class DrafterLayer(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), rotary, keys, values, mask, kv)
         if predicted is not None:
             x, attended = (t.unflatten(0, (-1, predicted))[:, 1:].flatten(0, 1) for t in (x, attended))
-        x = x + self.self_attn.o_proj(attended)
+        x = x + project(attended, self.self_attn.o_proj.weight, self.self_attn.fp8)
         return x + self.mlp(self.post_attention_layernorm(x), gate_up)  # type: ignore[no-any-return]
 
 
@@ -246,6 +271,13 @@ class Drafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.fp8_projections = False
+
+    def train_in_fp8(self, parts: Collection[str]) -> None:
+        """Let training multiply 8-bit numbers in these parts (see `fp8.PARTS`); nothing else ever does."""
+        self.fp8_projections = fp8.PROJECTIONS in parts
+        for layer in self._layers():
+            layer.mlp.fp8, layer.self_attn.fp8 = fp8.MLP in parts, self.fp8_projections
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         """The rotary table of `positions` [N]."""
@@ -306,8 +338,8 @@ class Drafter(nn.Module):
             Final hidden states of the predicted tokens, [A * (B-1), D]; those of the anchors predict nothing.
         """
         layers = self._layers()
-        hidden = self.hidden_norm(self.fc(features))
-        projected = F.linear(hidden, joined.keys_values).chunk(2 * len(layers), -1)
+        hidden = self.hidden_norm(project(features, self.fc.weight, self.fp8_projections))
+        projected = project(hidden, joined.keys_values, self.fp8_projections).chunk(2 * len(layers), -1)
         matrices = joined.keys_values.chunk(len(layers))
         for i, layer in enumerate(layers):
             keys, values = layer.self_attn.normed(projected[2 * i], projected[2 * i + 1], rotary)

@@ -110,7 +110,7 @@ def chunk_scores(
         hidden: the drafter's hidden states, [n, P, D]. teacher: the target's, or None.
         labels: [n, P] int64. weights: decay weights, 0 where there is no label, [n, P] float32.
     """
-    logits = head.logits(hidden).float()
+    logits = head.drafted(hidden).float()
     # Greatest and sum in these words are one pass for inductor. An argmax would be another; that the label is
     # the first of the greatest is found while the gradient is written.
     top = logits.amax(-1, keepdim=True)
@@ -150,16 +150,18 @@ def chunk_scores(
                 objective.chain_weight,
             )
         slope = odds * (each[..., None] / total) - torch.where(onehot, each[..., None], 0.0)
-    return ChunkScores(loss, plain, _by_hidden(head, logits, slope).to(hidden.dtype), hits)
+    # No slope is above the weight of its place: it is that times a difference of two probabilities.
+    by_hidden = _by_hidden(head, logits, slope, each.abs().amax())
+    return ChunkScores(loss, plain, by_hidden.to(hidden.dtype), hits)
 
 
-def _by_hidden(head: OutputHead, logits: Tensor, slope: Tensor) -> Tensor:
-    """The gradient [n, P, D] by what the head was given, from that by its logits, [n, P, V]."""
+def _by_hidden(head: OutputHead, logits: Tensor, slope: Tensor, bound: Tensor) -> Tensor:
+    """The gradient [n, P, D] by what the head was given, from that by its logits, [n, P, V], all <= bound."""
     if head.soft_cap is not None:
         slope = slope * (1 - (logits / head.soft_cap).square())
     if head.scale != 1.0:
-        slope = slope * head.scale
-    return slope.to(head.weight.dtype) @ head.weight
+        slope, bound = slope * head.scale, bound * head.scale
+    return head.by_hidden(slope, bound)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from remote_payload.crash import one_line
 from remote_payload.job import JobError
+from remote_payload.train.fp8 import FrozenMatrix
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -38,6 +39,8 @@ class OutputHead:
     """Factor of `hidden @ weight.T + bias`, above 0."""
     soft_cap: float | None
     """Scaled logits x become cap * tanh(x / cap)."""
+    eight_bits: FrozenMatrix | None = None
+    """The weights once more, for a drafter's own states where they are trained in fp8."""
 
     @classmethod
     def of(cls, model: Any, text_config: Any) -> OutputHead:
@@ -61,7 +64,30 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of final hidden states [n, D], as the target itself would have them."""
-        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        return self._finished(F.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+
+    def drafted(self, hidden: Tensor) -> Tensor:
+        """`logits` of a drafter's hidden states in training: by 8-bit products where the head has them.
+
+        The target's own distribution never is: it is what a drafter learns from, and no part of it.
+        """
+        if self.eight_bits is None:
+            return self.logits(hidden)
+        logits = self.eight_bits.product(hidden)
+        return self._finished(logits if self.bias is None else logits + self.bias)
+
+    def by_hidden(self, slope: Tensor, bound: Tensor) -> Tensor:
+        """The gradient [..., D] by what the head was given, from that by its logits before scale and cap.
+
+        Args:
+            slope: [..., V] float32. bound: no number of it is above, scalar.
+        """
+        if self.eight_bits is None:
+            return slope.to(self.weight.dtype) @ self.weight
+        return self.eight_bits.by_input(slope, bound, self.weight.dtype)
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Logits with all that follows the product and the bias."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
