@@ -95,6 +95,18 @@ def _target(r: Record) -> Line:
     return Level.INFO, ": ".join(filter(None, (said, ", ".join(known))))
 
 
+def _target_ready(r: Record) -> Line:
+    line = f"target {_count(r, 'target')} runs {text(r, 'execution') or '?'}"
+    shapes = r.get("shapes")
+    if isinstance(shapes, list) and shapes:
+        line += f", {len(shapes)} graphs of {_figure(r, 'graphs_gib', '.1f')} GiB"
+    timed = [(name, number(r, f"{name}_pass_s")) for name in ("eager", "graph")]
+    shown = [f"{seconds * 1e3:.0f} ms {name}" for name, seconds in timed if seconds is not None]
+    line += f", pass {', '.join(shown)}" if shown else ""
+    reason = text(r, "reason")
+    return Level.INFO, f"{line}: {reason}" if reason else line
+
+
 def _compile(r: Record) -> Line:
     line = f"replica {_count(r, 'replica')} runs {text(r, 'execution') or '?'}"
     reason = text(r, "reason")
@@ -179,8 +191,9 @@ def _nonfinite(r: Record) -> Line:
 
 
 def _step_down(r: Record) -> Line:
+    who = "target" if "target" in r else "replica"
     return Level.WARNING, (
-        f"replica {_count(r, 'replica')} runs {text(r, 'new') or '?'} and no longer {text(r, 'old') or '?'}:"
+        f"{who} {_count(r, who)} runs {text(r, 'new') or '?'} and no longer {text(r, 'old') or '?'}:"
         f" {text(r, 'reason') or 'no reason given'}"
     )
 
@@ -273,6 +286,7 @@ _LINES: dict[str, Callable[[Record], Line]] = {
     "dataset": _dataset,
     "bucket": _bucket,
     "target": _target,
+    "target_ready": _target_ready,
     "compile": _compile,
     "ready": _ready,
     "start": _start,

@@ -74,6 +74,13 @@ class Job:
         one_of("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"),
         resumable=True,
     )
+    target_execution: str = key(
+        "auto",
+        "How the target's forward pass runs: by CUDA graphs of a few shapes, eager, or graphs where warm-up"
+        " proves them. compiled: graphs of layers that inductor has compiled.",
+        one_of("auto", "graph", "compiled", "eager"),
+        resumable=True,
+    )
     trust_remote_code: bool = key(
         False,
         "Let Python code that comes with the target run; it would have all the rights of the trainer.",

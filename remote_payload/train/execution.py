@@ -70,6 +70,17 @@ def decide(wanted: str, device: torch.device, version: str = torch.__version__) 
     return wanted, "the job says so"
 
 
+def decide_target(wanted: str, device: torch.device) -> tuple[str, str]:
+    """The first rung to try for a job's `target_execution` on `device`, and the reason."""
+    if wanted == EAGER:
+        return EAGER, "the job says so"
+    if device.type == "cpu":
+        return EAGER, "a CPU has no CUDA graphs"
+    if wanted == "auto":
+        return GRAPH, "captured by hand in thread-local mode; a few shapes hold all batches"
+    return wanted, "the job says so"
+
+
 def refuse_trees(version: str = torch.__version__) -> str | None:
     """Why `mode="reduce-overhead"` cannot run in worker threads of this torch; None where it can."""
     if torch_version(version) >= TREES_IN_THREADS:
@@ -111,15 +122,18 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def build(function: Function, execution: str, name: str, *, trees: bool = True) -> Function:
+def build(
+    function: Function, execution: str, name: str, *, trees: bool = True, dynamic: bool = False
+) -> Function:
     """`function` as `execution` runs it; `name` tells replicas apart in compiler messages.
 
     A graph is captured from the compiled function, so `graph` builds the same as `compiled`. `trees` is for
     `reduce-overhead`: whether inductor keeps its graphs in trees, or each for itself as it did before.
+    `dynamic`: for any size of its arguments; only of what is captured in warm-up and never called after it.
     """
     if execution == EAGER:
         return function
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic}
     if execution == REDUCE_OVERHEAD:
         options["options"] = {**mode_options(REDUCE_OVERHEAD), "triton.cudagraph_trees": trees}
     return cast(Function, torch.compile(_clone(function, name), **options))
@@ -149,18 +163,24 @@ def no_recompiles() -> Iterator[None]:
 class Graph:
     """Work on fixed addresses, captured once and replayed; used by the thread that captured it."""
 
-    def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
+    def __init__(self, work: Callable[[], Any], device: torch.device, memory_of: Graph | None = None) -> None:
         """Capture `work`, which has run on this thread's stream before, so that nothing in it is new.
 
         Whatever `work` leaves behind (tensors that it stored) is filled by every replay. Raises whatever the
-        capture raises, also for lack of memory; the device is as it was then.
+        capture raises, also for lack of memory; the device is as it was then. `memory_of`: a graph of the
+        same stream whose pool this one uses too, when neither leaves anything behind in it.
         """
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(device)
         assert stream != torch.cuda.default_stream(device), "capture needs a stream of the thread's own"
         with CAPTURE_LOCK:
             try:
-                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    self._graph,
+                    pool=None if memory_of is None else memory_of._graph.pool(),
+                    stream=stream,
+                    capture_error_mode="thread_local",
+                ):
                     work()
             except BaseException:
                 self._graph = torch.cuda.CUDAGraph()

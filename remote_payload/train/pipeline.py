@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
+from remote_payload.train import execution
 from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, dtype_name, on_device, turn
-from remote_payload.train.features import Features, fetched, pack
+from remote_payload.train.features import Features
 from remote_payload.train.objective import needs_teacher
 from remote_payload.train.progress import gib
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
+from remote_payload.train.target_pass import TargetPass
+from remote_payload.train.warm_up import WarmUp
 
 
 def read(run: Run, status: ThreadStatus, first: int = 0) -> None:
@@ -70,7 +73,8 @@ def run_target(
 ) -> None:
     """A target: load, then turn batches into features until there are no more.
 
-    `loading` lets one target load at a time, so that host memory holds one copy and not N.
+    `loading` lets one target load at a time, so that host memory holds one copy and not N, and nobody
+    captures or compiles while transformers loads a model, which patches torch for every thread.
     """
     device = torch.device(status.device)
     with on_device(device):
@@ -79,10 +83,13 @@ def run_target(
             run.control.check()
             status.enter("loading")
             target = load_target(run, number, device)
-        run.targets[number].give(target)
-        if run.cache is None:
-            status.enter("warming up")
-            warm_target(run, target)
+            forward = TargetPass(target, needs_teacher(run.job), number)
+            if run.cache is None:
+                status.enter("waiting for its turn to warm up")
+                with execution.WARM_UP_LOCK:
+                    status.enter("warming up")
+                    warm_target(run, number, forward)
+        run.targets[number].give(target)  # only now, so that no replica is ready before all targets are
         status.enter("waiting for batches")
         while (batch := run.batches.get()) is not None and not run.stopped:
             status.enter(
@@ -91,7 +98,7 @@ def run_target(
                 bucket=batch.bucket,
                 samples=batch.samples,
             )
-            features = compute_features(run, target, batch)
+            features = compute_features(run, forward, batch)
             status.enter("waiting for the drafters")
             replica, place = batch.sequence % run.replicas, batch.sequence // run.replicas
             run.features[replica].put(place, features)
@@ -103,14 +110,17 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
     start = time.perf_counter()
     dtype = compute_dtype(run.job.target_dtype, device)
     run.log(f"Target {number} on {device}...")
-    target = Target.load(
-        run.model,
-        run.config.tap_layers,
-        device=device,
-        dtype=dtype,
-        attention=run.job.target_attention,
-        trust_remote_code=run.job.trust_remote_code,
-    )
+    if run.loaded is not None and run.loaded.device == device:
+        target, run.loaded = run.loaded, None
+    else:
+        target = Target.load(
+            run.model,
+            run.config.tap_layers,
+            device=device,
+            dtype=dtype,
+            attention=run.job.target_attention,
+            trust_remote_code=run.job.trust_remote_code,
+        )
     if number == 0 and run.evaluation is not None:
         run.evaluation.check(target)
     if needs_teacher(run.job):
@@ -131,21 +141,47 @@ def load_target(run: Run, number: int, device: torch.device) -> Target:
     return target
 
 
-def warm_target(run: Run, target: Target) -> None:
-    """Run the widest batches through `target`: what does not fit is known now and not after hours.
+def warm_target(run: Run, number: int, forward: TargetPass) -> None:
+    """Capture the target's graphs, and run its widest batches: what does not fit is known now.
 
-    The order is random, so the widest batch may come late (SpecForge's "late OOM").
+    The order is random, so the widest batch may come late, after hours (SpecForge's "late OOM").
     """
-    for rows, tokens in run.maker.widest(run.plan(0), run.job.max_batch):
+    device, plan = forward.target.device, run.plan(0)
+    shapes = run.maker.pass_shapes(plan, run.job.max_batch) if device.type == "cuda" else []
+    result = forward.warm_up(run.job.target_execution, shapes, run.control.check)
+    say_target_ready(run, number, forward, result)
+    for rows, tokens in run.maker.widest(plan, run.job.max_batch):
         run.control.check()
-        ids = torch.zeros((rows, tokens), dtype=torch.int64, device=target.device)
-        with turn(target.device):
-            pack(target.features(ids, needs_teacher(run.job)), [tokens] * rows)
+        with turn(device):
+            forward.packed(torch.zeros((rows, tokens), dtype=torch.int64), [tokens] * rows)
 
 
-def compute_features(run: Run, target: Target, batch: Batch) -> Features:
+def say_target_ready(run: Run, number: int, forward: TargetPass, result: WarmUp) -> None:
+    """What a target's warm-up decided, and why."""
+    run.events.write(
+        "target_ready",
+        target=number,
+        execution=result.execution,
+        reason=result.reason,
+        warmup_s=round(result.seconds, 2),
+        eager_pass_s=result.eager_step_s,
+        graph_pass_s=result.step_s.get(result.execution) if forward.shapes else None,
+        shapes=[[shape.rows, shape.longest] for shape in forward.shapes],
+        graphs_gib=forward.gib,
+    )
+    for down in result.steps_down:
+        run.events.write("step_down", target=number, old=down.old, new=down.new, reason=down.reason)
+        run.log(f"Target {number}: {down.old} given up for {down.new}: {down.reason}")
+    line = f"Target {number}: {result.execution} ({result.reason}); warm-up {result.seconds:.1f} s"
+    if forward.shapes:
+        times = ", ".join(f"{rung} {seconds:.3f} s" for rung, seconds in result.step_s.items())
+        line += f"; {len(forward.shapes)} graphs, {forward.gib} GiB; the widest pass: {times}"
+    run.log(line)
+
+
+def compute_features(run: Run, forward: TargetPass, batch: Batch) -> Features:
     """The features of a batch, from the cache where it has them."""
-    device = target.device
+    device = forward.target.device
     cuda = device.type == "cuda"
     pinned = any(name.startswith("cuda") for name in run.job.drafters)
     if run.cache is not None and (kept := run.cache.read(batch.samples, pinned=pinned)) is not None:
@@ -153,8 +189,7 @@ def compute_features(run: Run, target: Target, batch: Batch) -> Features:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with turn(device):
-        ids = fetched(batch.ids, device)
-        packed = pack(target.features(ids, needs_teacher(run.job)), batch.lengths)
+        packed = forward.packed(batch.ids, batch.lengths)
     if run.cache is not None:
         run.cache.store(batch.samples, batch.lengths, packed)
         kept = run.cache.read(batch.samples, pinned=pinned)

@@ -107,20 +107,32 @@ class Target:
         """The output head's weight [vocabulary, D]; `output` has what follows it too."""
         return self.output.weight
 
+    def part(self, last_hidden: bool = False) -> nn.Module:
+        """What of the decoder `features` runs: the layers up to the last tap, or with `last_hidden` all."""
+        part: nn.Module = self.model.get_decoder() if last_hidden else self._tapped_part
+        return part
+
     @torch.no_grad()
-    def features(self, ids: Tensor, last_hidden: bool = False) -> Tensor:
+    def features(
+        self,
+        ids: Tensor,
+        last_hidden: bool = False,
+        *,
+        part: nn.Module | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Outputs of the tapped layers side by side, [B, L, W], for right-padded `ids` [B, L].
 
         `last_hidden`: with what the head is given in D more columns, for objectives that read the target's
         distribution; all layers run then. No attention mask is passed: a causal model's real tokens see no
-        pad that comes after them.
+        pad that comes after them. `part` runs in place of `self.part(last_hidden)`; `out` is filled where
+        given.
         """
-        if not last_hidden:
-            self._tapped_part(input_ids=ids, use_cache=False)
-            return self.tapped()
-        output = self.model.get_decoder()(input_ids=ids, use_cache=False)
-        last = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        return torch.cat([self.tapped(), last], -1)
+        output = (part or self.part(last_hidden))(input_ids=ids, use_cache=False)
+        columns = [self._taps.of.pop(layer) for layer in self.tap_layers]
+        if last_hidden:
+            columns.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+        return torch.cat(columns, -1, out=out)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: Any, last: int = 0) -> Tensor:

@@ -101,6 +101,7 @@ REFUSED: dict[str, Any] = {
     "targets": ["gpu0"],
     "target_dtype": "float8",
     "target_attention": "fast",
+    "target_execution": "fast",
     "drafters": [],
     "compute_dtype": "float16",
     "dataset": "",

@@ -16,6 +16,7 @@ from remote_payload.train import pipeline
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
 from remote_payload.train.buckets import bucket_of, plan_epoch
 from remote_payload.train.dataset import Dataset
+from remote_payload.train.target_pass import TargetPass
 from remote_payload.train.unusable import DataError
 from tests.payload.tiny import MASK, VOCABULARY, random_samples, write_arrow
 
@@ -92,7 +93,7 @@ def test_a_target_runs_its_widest_batches_before_the_first_and_none_that_follows
         return torch.zeros(*ids.shape, 6)
 
     target: Any = SimpleNamespace(device=torch.device("cpu"), features=features)
-    pipeline.warm_target(run, target)
+    pipeline.warm_target(run, 0, TargetPass(target, last_hidden=False))
     assert 1 <= len(seen) <= 2
     read(run)
     for batch in run.taken:
