@@ -85,6 +85,12 @@ def _bucket(r: Record) -> Line:
     return Level.INFO, f"bucket {_count(r, 'bucket')} {span}: {_count(r, 'batches')} batches{part}"
 
 
+def _roles(r: Record) -> Line:
+    best = r.get("arithmetic")
+    said = str(best[0]) if isinstance(best, list) and best else "?"
+    return Level.INFO, f"roles {'taken' if r.get('taken') is True else 'proposed'}: {said}"
+
+
 def _target(r: Record) -> Line:
     known = []
     if whole(r, "layers") is not None:  # a log of another program does not say it
@@ -285,6 +291,7 @@ def _unknown(r: Record) -> Line:
 _LINES: dict[str, Callable[[Record], Line]] = {
     "dataset": _dataset,
     "bucket": _bucket,
+    "roles": _roles,
     "target": _target,
     "target_ready": _target_ready,
     "compile": _compile,

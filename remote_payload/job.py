@@ -87,6 +87,13 @@ class Job:
         resumable=True,
     )
     drafters: list[str] = key(["auto"], "Devices of the drafter replicas, one thread each.", devices)
+    roles: str = key(
+        "given",
+        "Which device does what. given: as targets and drafters say. auto: the fastest split of all GPUs, by"
+        " times that are measured first. propose: as given, and the log says what auto would take.",
+        one_of("given", "auto", "propose"),
+        resumable=True,
+    )
     compute_dtype: str = key(
         "auto",
         "Number type of the drafter's forward and backward pass; masters are always float32.",
@@ -308,6 +315,8 @@ class Job:
                 f"{source}: warmup = {self.warmup:g} and decay = {self.decay:g}: expected no more than 1"
                 " together"
             )
+        if self.roles == "auto":
+            self._check_measured_roles(source)
         replicas = len(self.drafters)
         if self.rows_per_step % replicas:
             raise JobError(
@@ -331,6 +340,24 @@ class Job:
             )
         if self.bucket_edges[0] >= self.token_budget:
             raise JobError(f"{source}: token_budget = {self.token_budget}: no bucket fits into it")
+
+    def _check_measured_roles(self, source: str) -> None:
+        named = [name for name in ("targets", "drafters") if getattr(self, name) != ["auto"]]
+        if named:
+            raise JobError(
+                f"{source}: roles = 'auto' chooses devices by a measurement, and {named[0]} ="
+                f" {getattr(self, named[0])} names them; leave {named[0]} out, or set roles = 'propose'"
+            )
+        if not self.rows_per_step:
+            raise JobError(
+                f"{source}: roles = 'auto' needs rows_per_step: a measurement decides how many replicas there"
+                " are, and must not decide how many rows a step has"
+            )
+        if self.features == "cached":
+            raise JobError(
+                f"{source}: roles = 'auto' and features = 'cached' exclude each other: targets work in the"
+                " first pass alone, so no split suits the whole run; name the devices"
+            )
 
     def to_toml(self) -> str:
         """The whole job as TOML, each key under its text, so that the file explains itself."""

@@ -30,6 +30,8 @@ from remote_payload.train.model_source import resolve_model
 from remote_payload.train.objective import default_gamma, needs_teacher
 from remote_payload.train.progress import Progress
 from remote_payload.train.resume import check_resume, find_resume, go_on
+from remote_payload.train.role_choice import settle_roles
+from remote_payload.train.role_times import RoleSources, measure_roles
 from remote_payload.train.run import Log, Run
 from remote_payload.train.run_control import Handover, OrderedQueue, RunControl
 from remote_payload.train.saver import Saver
@@ -126,22 +128,36 @@ def prepare(
         skipped=skipped,
         findings=Findings(len(dataset), run_dir / FINDINGS.format(dataset.fingerprint)),
     )
+    statistics = Statistics(job.block_size, len(job.bucket_edges) - 1)
+    cache = open_cache(job, dataset, str(model), config, workspace, log)
+    evaluation = open_evaluation(
+        job, workspace, dataset, special_ids(model, text)["eos_token_id"], text.vocab_size, log
+    )
+    init_from = find_initial(job, config, workspace, log) if resume is None else None
+    sources = RoleSources(
+        model=model,
+        config=config,
+        shape=shape,
+        statistics=statistics,
+        plan=plan(0),
+        maker=BatchMaker(dataset, shape, seed=job.seed, vocabulary=text.vocab_size, pad_id=0),
+    )
+    measured = functools.partial(measure_roles, job, sources, control=control)
+    loaded = settle_roles(job, run_dir, events, log, measured, resuming=resuming)
     run = Run(
         job=job,
         run_dir=run_dir,
         model=model,
         config=config,
         shape=shape,
-        statistics=Statistics(job.block_size, len(job.bucket_edges) - 1),
+        statistics=statistics,
         steps=steps,
         rows_per_step=rows_per_step,
         plan=plan,
         batches_per_epoch=batches,
         maker=maker,
-        cache=open_cache(job, dataset, str(model), config, workspace, log),
-        evaluation=open_evaluation(
-            job, workspace, dataset, special_ids(model, text)["eos_token_id"], text.vocab_size, log
-        ),
+        cache=cache,
+        evaluation=evaluation,
         events=events,
         progress=progress,
         control=control,
@@ -161,7 +177,8 @@ def prepare(
         contract=contract,
         watch=TauWatch(job.tau_alarm_ratio),
         saver=Saver(control),
-        init_from=find_initial(job, config, workspace, log) if resume is None else None,
+        init_from=init_from,
+        loaded=loaded,
     )
     if resuming:
         go_on(run, resume)

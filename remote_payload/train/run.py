@@ -81,6 +81,8 @@ class Run:
     saver: Saver
     init_from: Path | None = None
     """The released drafter whose weights the run begins with."""
+    loaded: Target | None = None
+    """A target that was loaded before any had its device; the first one there takes it."""
     resume_from: Path | None = None
     """The checkpoint that this attempt goes on from."""
     first_step: int = 0
