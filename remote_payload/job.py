@@ -99,6 +99,12 @@ class Job:
         "Number type of the drafter's forward and backward pass; masters are always float32.",
         one_of("auto", "float32", "bfloat16"),
     )
+    fp8: str = key(
+        "none",
+        "Parts of the drafter's training pass that multiply 8-bit numbers, on GPUs that can (Ada, Hopper and"
+        " later): none, the frozen head, the MLPs, both, or all (projections too).",
+        one_of("none", "head", "mlp", "head+mlp", "all"),
+    )
 
     dataset: str = key(
         REQUIRED,
@@ -317,6 +323,11 @@ class Job:
             )
         if self.roles == "auto":
             self._check_measured_roles(source)
+        if self.fp8 != "none" and self.compute_dtype == "float32":
+            raise JobError(
+                f"{source}: fp8 = {self.fp8!r} and compute_dtype = 'float32': expected 'bfloat16' or 'auto'"
+                " with it"
+            )
         replicas = len(self.drafters)
         if self.rows_per_step % replicas:
             raise JobError(

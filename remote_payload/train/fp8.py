@@ -70,7 +70,7 @@ def refuse(device: torch.device) -> str | None:
     return None
 
 
-def check(fp8: str, devices: list[str], sizes: dict[str, dict[str, int]]) -> None:
+def check_fp8(fp8: str, devices: list[str], sizes: dict[str, dict[str, int]]) -> None:
     """Refuse a job's `fp8` that cannot run. Raises JobError.
 
     Args:

@@ -22,9 +22,10 @@ from remote_payload.train.checkpoint_index import CheckpointIndex
 from remote_payload.train.contract import contract_of, dataset_identity
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.devices import compute_dtype, resolve_devices
-from remote_payload.train.drafter import DrafterConfig, choose_taps
+from remote_payload.train.drafter import DrafterConfig, choose_taps, fp8_sizes
 from remote_payload.train.evaluation import Evaluation, held_out_prompts
 from remote_payload.train.features import FeatureCache
+from remote_payload.train.fp8 import check_fp8
 from remote_payload.train.init_from import check_initial
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.objective import default_gamma, needs_teacher
@@ -97,6 +98,7 @@ def prepare(
     config = DrafterConfig.for_target(
         text, layers=job.layers, tap_layers=taps, block_size=job.block_size, mask_token_id=job.mask_token_id
     )
+    check_fp8(job.fp8, job.drafters, fp8_sizes(config))
     for line in rope_differences(text):
         log(line)
     rows_per_step = job.rows_per_step or len(job.drafters)

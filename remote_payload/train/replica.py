@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from remote_payload import crash
 from remote_payload.job import Job
-from remote_payload.train import execution
+from remote_payload.train import execution, fp8
 from remote_payload.train.arrivals import Arrivals
 from remote_payload.train.batch import Row, RowShape, empty_row
 from remote_payload.train.devices import compute_dtype, turn
@@ -90,6 +90,8 @@ class Replica:
         elif job.init_from_target:
             copy_layers(self.drafter, target, job.init_from_target)
         self.drafter.to(device)
+        parts = fp8.PARTS[job.fp8]
+        self.drafter.train_in_fp8(parts)
         self.weights = FlatWeights(
             self.drafter,
             self.dtype,
@@ -100,7 +102,7 @@ class Replica:
         kv, *gate_up = self.weights.joined
         self._joined = Joined(kv, gate_up)
         self.optimizer = Optimizer(self.weights, job)
-        self._embedding, self._head = _frozen(target, device, self.dtype)
+        self._embedding, self._head = _frozen(target, device, self.dtype, fp8.HEAD in parts)
         self.objective = Objective.of(job, shape)
         self.features = torch.zeros(
             shape.token_budget, len(config.tap_layers) * config.width, dtype=self.dtype, device=device
@@ -353,13 +355,20 @@ class Replica:
         self.statistics.zero_()
 
 
-def _frozen(target: Target, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, OutputHead]:
-    """The target's embedding and head on `device`: its own where it is there already, else copies."""
+def _frozen(
+    target: Target, device: torch.device, dtype: torch.dtype, eight_bits: bool
+) -> tuple[nn.Module, OutputHead]:
+    """The target's embedding and head on `device`: its own where it is there already, else copies.
+
+    `eight_bits`: the head's weights in fp8 besides, 2 bytes a number.
+    """
     embedding, head = target.embedding, target.output
     if target.device != device:
         embedding = copy.deepcopy(embedding).to(device)
     bias = None if head.bias is None else head.bias.to(device, dtype)
-    return embedding, dataclasses.replace(head, weight=head.weight.to(device, dtype), bias=bias)
+    weight = head.weight.to(device, dtype)
+    small = fp8.FrozenMatrix.of(weight) if eight_bits else None
+    return embedding, dataclasses.replace(head, weight=weight, bias=bias, eight_bits=small)
 
 
 def _full_row(shape: RowShape) -> Row:

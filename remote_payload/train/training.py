@@ -92,6 +92,7 @@ def warm_up(run: Run, replica: Replica) -> None:
         eager_step_s=result.eager_step_s,
         compiled_step_s=result.compiled_step_s,
         graph_step_s=result.step_s.get(execution.GRAPH),
+        fp8=run.job.fp8,
     )
     for down in result.steps_down:
         say_step_down(run, replica, down)
@@ -103,7 +104,10 @@ def warm_up(run: Run, replica: Replica) -> None:
         warmup_s=round(result.seconds, 2),
     )
     times = [f"{rung} {seconds:.3f} s" for rung, seconds in result.step_s.items()]
-    run.log(f"Replica {replica.number}: {result.execution} ({result.reason}); a step: {', '.join(times)}")
+    small = "" if run.job.fp8 == "none" else f", fp8 = {run.job.fp8!r}"
+    run.log(
+        f"Replica {replica.number}: {result.execution} ({result.reason}){small}; a step: {', '.join(times)}"
+    )
     run.log(
         f"Replica {replica.number} ready on {replica.device}: {replica.parameters:,} parameters,"
         f" warm-up {result.seconds:.1f} s"

@@ -104,6 +104,7 @@ REFUSED: dict[str, Any] = {
     "target_execution": "fast",
     "drafters": [],
     "compute_dtype": "float16",
+    "fp8": "both",
     "dataset": "",
     "token_budget": 15,
     "max_batch": 0,
