@@ -157,7 +157,7 @@ def run(parts: Parts, count: int, *, targets: bool, drafters: bool) -> dict[str,
     control = RunControl()
     replicas = parts.replicas
     queues = [OrderedQueue[Features](QUEUE_DEPTH, control) for _ in replicas]
-    reduction = Reduction(len(replicas), control)
+    reduction = Reduction([replica.device for replica in replicas], control)
     busy = {
         "targets": [Busy(target.device) for target in parts.targets] if targets else [],
         "drafters": [Busy(replica.device) for replica in replicas] if drafters else [],
@@ -202,7 +202,8 @@ def run(parts: Parts, count: int, *, targets: bool, drafters: bool) -> dict[str,
         work += [(target.device, target_work, n) for n, target in enumerate(parts.targets)]
     if drafters:
         work += [(replica.device, drafter_work, n) for n, replica in enumerate(replicas)]
-    in_threads(work, control)
+    with reduction.serving():
+        in_threads(work, control)
     return busy
 
 
@@ -311,13 +312,26 @@ def main() -> None:
         device = torch.device(drafters[number])
         near = next((t for t in parts.targets if t.device == device), parts.targets[0])
         with execution.WARM_UP_LOCK:
-            replica = Replica(number, device, job, config, row_shape, Statistics(shape.block_size, 1), near)
+            replica = Replica(
+                number,
+                device,
+                job,
+                config,
+                row_shape,
+                Statistics(shape.block_size, 1),
+                near,
+                place=reduction.place(number),
+            )
             rungs.append(replica.warm_up(arguments.execution).execution)
         made[number] = replica
 
-    in_threads([(torch.device(name), build, number) for number, name in enumerate(drafters)], RunControl())
+    control = RunControl()
+    reduction = Reduction([torch.device(name) for name in drafters], control)
+    with reduction.serving() as summed:
+        in_threads([(torch.device(name), build, number) for number, name in enumerate(drafters)], control)
     parts.replicas += [made[number] for number in range(len(drafters))]
     result = {"shape": arguments.shape, "targets": targets, "drafters": drafters, "execution": rungs}
+    result |= {"reduction": summed.way}
     result |= {"torch": torch.__version__, "batches": arguments.batches} | measure(parts, arguments.batches)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + os.linesep)

@@ -127,7 +127,7 @@ def _measure(
     warm = replica.warm_up(rung)
     if warm.execution != rung:
         raise RuntimeError(f"{rung} stepped down to {warm.execution}: {warm.reason}")
-    reduction = Reduction(1, RunControl())
+    reduction = Reduction([device], RunControl())
     rows = random_rows(row_shape, shape.vocabulary, 8)
     packed = torch.randn(shape.context, replica.features.shape[1], device=device, dtype=dtype)
     weight = float(rows[0].weights.sum())

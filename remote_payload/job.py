@@ -211,6 +211,13 @@ class Job:
         one_of("auto", "graph", "compiled", "eager", "reduce-overhead"),
         resumable=True,
     )
+    reduction: str = key(
+        "auto",
+        "How replicas add up their gradients: by NCCL between GPUs, by peer copies, or by NCCL where its"
+        " trial gives the right sums.",
+        one_of("auto", "nccl", "peer"),
+        resumable=True,
+    )
     queue_depth: int = key(
         4, "Batches and feature rows that may wait between two threads.", at_least(1), resumable=True
     )

@@ -31,6 +31,7 @@ from remote_payload.train.evaluating import evaluate
 from remote_payload.train.pipeline import read, run_target
 from remote_payload.train.prepare_run import prepare
 from remote_payload.train.progress import Progress, rounded
+from remote_payload.train.reducing import sum_gradients
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import Aborted, RunControl, ThreadStatus
 from remote_payload.train.saver import SAVER
@@ -122,6 +123,9 @@ class Trainer:
             work.append(
                 (f"drafter-{number}", "drafter", device, functools.partial(run_drafter_replica, run, number))
             )
+        if run.reduction.threaded:
+            summing = functools.partial(sum_gradients, run)
+            work.append(("reduction", "reduction", run.job.drafters[0], summing))
         if run.evaluation is not None:
             work.append(("evaluator", "evaluator", run.job.targets[0], functools.partial(evaluate, run)))
         threads = []

@@ -69,13 +69,13 @@ class Optimizer:
         self._first, self._second = (torch.zeros_like(weights.masters) for _ in range(2))
         self._rate, self._scale, self._bad = (torch.zeros((), device=device) for _ in range(3))
         self._betas, self._decay = (job.betas[0], job.betas[1]), job.weight_decay
-        self._update: Callable[..., None] | None = adamw if weights.direct else None
+        self._update: Callable[..., None] | None = None if weights.plain else adamw
         cut = weights.decayed
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, dict[str, Tensor]] = {}
         for part, decay in ((slice(0, cut), job.weight_decay), (slice(cut, None), 0.0)):
             master = nn.Parameter(weights.masters[part])
-            master.grad = None if weights.direct else weights.total[part]
+            master.grad = weights.total[part] if weights.plain else None
             groups.append({"params": [master], "weight_decay": decay})
             states[master] = {
                 "step": torch.zeros((), device=device),
@@ -140,7 +140,7 @@ class Optimizer:
 
     def use(self, update: Callable[..., None] | None) -> None:
         """Take steps by `update`: `adamw`, as it is or compiled. None: by torch's own kernel."""
-        assert update is not None or not self._weights.direct
+        assert update is not None or self._weights.plain
         self._update = update
 
     def rehearse(self) -> None:

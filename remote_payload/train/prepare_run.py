@@ -168,7 +168,7 @@ def prepare(
         features=[OrderedQueue(job.queue_depth, control, first // len(job.drafters)) for _ in job.drafters],
         targets=[Handover(control) for _ in job.targets],
         ready=[Handover(control) for _ in job.drafters],
-        reduction=Reduction(len(job.drafters), control),
+        reduction=Reduction([torch.device(name) for name in job.drafters], control, job.reduction),
         to_evaluate=queue.SimpleQueue(),
         checkpoints=CheckpointIndex(
             run_dir,

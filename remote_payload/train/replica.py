@@ -37,7 +37,7 @@ from remote_payload.train.row_buffer import RowBuffer
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
 from remote_payload.train.warm_up import StepDown, WarmUp
-from remote_payload.train.weights import FlatWeights
+from remote_payload.train.weights import FlatWeights, SumPlace
 
 CLEARLY_SLOWER = 1.1
 """Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
@@ -72,11 +72,13 @@ class Replica:
         statistics: Statistics,
         target: Target,
         init_from: Path | None = None,
+        place: SumPlace | None = None,
     ) -> None:
         """Build the model on `device` with the weights that every replica starts with.
 
         `init_from` is the released drafter whose weights those are, when there is one. `target` lends its
-        embedding and head; a replica on another device takes a copy of them.
+        embedding and head; a replica on another device takes a copy of them. `place` is where the reduction
+        wants the sum of gradients; None: where any reduction finds it.
         """
         self.number = number
         self.device = device
@@ -92,12 +94,15 @@ class Replica:
         self.drafter.to(device)
         parts = fp8.PARTS[job.fp8]
         self.drafter.train_in_fp8(parts)
+        replicas = len(job.drafters)
+        one_row = device.type == "cuda" and job.rows_per_step in (0, replicas)
         self.weights = FlatWeights(
             self.drafter,
             self.dtype,
-            len(job.drafters),
             adjacent=self.drafter.adjacent(),
-            direct=device.type == "cuda" and len(job.drafters) == 1 and job.rows_per_step in (0, 1),
+            direct=one_row and replicas == 1,
+            gradient=self.dtype if one_row and self.dtype == torch.bfloat16 else torch.float32,
+            place=place or (SumPlace.ALONE if replicas == 1 else SumPlace.IN_FLOAT32),
         )
         kv, *gate_up = self.weights.joined
         self._joined = Joined(kv, gate_up)
@@ -310,7 +315,7 @@ class Replica:
         self._chunk = execution.build(chunk_scores, choice, name, trees=trees)
         if compiled and cuda:
             self.optimizer.use(execution.build(adamw, execution.COMPILED, name))
-        elif not self.weights.direct:
+        elif self.weights.plain:
             self.optimizer.use(None)
         else:
             self.optimizer.use(adamw)

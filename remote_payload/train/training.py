@@ -18,6 +18,7 @@ from remote_payload.train.bottleneck import Waiting
 from remote_payload.train.devices import on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.nonfinite import say_nonfinite
+from remote_payload.train.reducing import say_choice
 from remote_payload.train.replica import Replica
 from remote_payload.train.resume import restore
 from remote_payload.train.run import Run
@@ -37,9 +38,21 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
         # All of them: while transformers loads a model, what it patches in torch is patched for every thread.
         targets = [target.wait() for target in run.targets]
         target = next((t for t in targets if t.device == device), targets[0])
+        status.enter("waiting for NCCL's trial")
+        place = run.reduction.place(number)
+        if number == 0:
+            say_choice(run, run.reduction.choice())
         status.enter("building")
         replica = Replica(
-            number, device, run.job, run.config, run.shape, run.statistics, target, init_from=run.init_from
+            number,
+            device,
+            run.job,
+            run.config,
+            run.shape,
+            run.statistics,
+            target,
+            init_from=run.init_from,
+            place=place,
         )
         status.enter("waiting for its turn to warm up")
         with execution.WARM_UP_LOCK:
@@ -56,6 +69,7 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
             run.progress.phase = "training"
             begin(run, replica, status)
         train(run, replica, status)
+    run.reduction.close()
     if run.stopped:
         run.batches.close()
     run.features[number].close()

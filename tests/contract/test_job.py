@@ -136,6 +136,7 @@ REFUSED: dict[str, Any] = {
     "rows_per_step": -1,
     "seed": -1,
     "execution": "fast",
+    "reduction": "ring",
     "queue_depth": 0,
     "cpu_threads": -1,
     "eval_every": -1,

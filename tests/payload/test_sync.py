@@ -121,14 +121,14 @@ def test_replicas_with_10_1000_or_no_supervised_tokens_take_the_step_of_a_single
     alone = replica_of(folder, target, 0, 1, objective)
     given = [batches[number] for mine in shares for number in mine]
     weight = sum(run_row(alone, target, batch, first=n == 0) for n, batch in enumerate(given))
-    agreed, expected = Reduction(1, RunControl()).reduce(
+    agreed, expected = Reduction([CPU], RunControl()).reduce(
         0, Contribution(alone.weights, alone.statistics, weight)
     )
     gradient = alone.weights.total.clone()
     alone.optimizer.step(agreed.weight, 0.01)
 
     replicas = [replica_of(folder, target, number, len(shares), objective) for number in range(len(shares))]
-    reduction = Reduction(len(shares), RunControl())
+    reduction = Reduction([CPU] * len(shares), RunControl())
     results: dict[int, tuple[Agreement, Tensor]] = {}
     rounding = 2e-5 * float(gradient.abs().max())
 
@@ -189,7 +189,7 @@ def contribution(folder: Path, target: Target, number: int, flag: str = "") -> C
 
 @pytest.mark.parametrize("flag", ["stop", "checkpoint", "report"])
 def test_what_one_replica_wants_all_do(folder: Path, target: Target, flag: str) -> None:
-    reduction, found = Reduction(2, RunControl()), {}
+    reduction, found = Reduction([CPU] * 2, RunControl()), {}
     given = [
         contribution(folder, target, 0),
         contribution(folder, target, 1, flag),
@@ -207,7 +207,7 @@ def test_what_one_replica_wants_all_do(folder: Path, target: Target, flag: str) 
 
 def test_a_replica_that_waits_for_a_failed_one_is_woken(folder: Path, target: Target) -> None:
     control = RunControl()
-    reduction = Reduction(2, control)
+    reduction = Reduction([CPU] * 2, control)
     given = contribution(folder, target, 0)
     threading.Timer(0.2, control.abort).start()
     raised = together([lambda: reduction.reduce(0, given)])
@@ -216,7 +216,7 @@ def test_a_replica_that_waits_for_a_failed_one_is_woken(folder: Path, target: Ta
 
 def test_after_a_failure_nobody_begins_to_wait(folder: Path, target: Target) -> None:
     control = RunControl()
-    reduction = Reduction(2, control)
+    reduction = Reduction([CPU] * 2, control)
     control.abort()
     with pytest.raises(Aborted):
         reduction.reduce(0, contribution(folder, target, 0))
