@@ -1,14 +1,15 @@
 """One training step of a drafter replica, by each rung of the ladder: how long, how fast, how much memory.
 
     python -m bench.step [--shape 8b|4b|tiny] [--device cuda|cpu] [--rungs graph,compiled,eager]
-                         [--reference] [--profile] [--steps N] [--json FILE]
+                         [--fp8 none,head+mlp,all] [--reference] [--profile FILE] [--steps N] [--json FILE]
 
 What is timed is what a training run does for a step: load a row (features on the device, the rest from the
 host), forward and backward, reduction, clip and AdamW, with fresh anchors every step and no wait for the
 device within a window of steps. Every rung runs in a process of its own. MFU is useful work by
 `remote_payload.train.flops` over time, against a matrix product of 8192 x 8192 x 8192 that is timed in the
-same process before and after. `--reference` times `bench.reference` in the same run, so that a ratio is of
-one machine at one time.
+same process before and after. `--fp8` names parts that multiply 8-bit numbers as a job's `fp8` does; each
+has a row of its own, against the same 16-bit ceiling. `--reference` times `bench.reference` in the same run,
+so that a ratio is of one machine at one time.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ def matmul_ceiling(device: torch.device) -> float:
 
 
 def measure(
-    rung: str, name: str, device: torch.device, steps: int, profile: Path | None, lock: Path | None
+    rung: str, fp8: str, name: str, device: torch.device, steps: int, profile: Path | None, lock: Path | None
 ) -> dict[str, Any]:
     """All numbers of one rung, in a worker thread as in a training run."""
     result: dict[str, Any] = {}
 
     def work() -> None:
         with on_device(device):
-            result.update(_measure(rung, name, device, steps, profile, lock))
+            result.update(_measure(rung, fp8, name, device, steps, profile, lock))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -101,7 +102,7 @@ def measure(
 
 
 def _measure(
-    rung: str, name: str, device: torch.device, steps: int, profile: Path | None, lock: Path | None
+    rung: str, fp8: str, name: str, device: torch.device, steps: int, profile: Path | None, lock: Path | None
 ) -> dict[str, Any]:
     shape, cuda = SHAPES[name], device.type == "cuda"
     config = config_of(shape)
@@ -111,6 +112,7 @@ def _measure(
             "dataset": "random",
             "mask_token_id": config.mask_token_id,
             "drafters": [str(device)],
+            "fp8": fp8,
         },
         "bench",
     )
@@ -172,7 +174,8 @@ def _measure(
     work = step_flops(config, shape.context, shape.anchors, pairs)
     reading = Statistics(shape.block_size, 1).read(replica.statistics)
     return {
-        "what": rung,
+        "what": rung if fp8 == "none" else f"{rung} {fp8}",
+        "fp8": fp8,
         "shape": name,
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "torch": torch.__version__,
@@ -221,25 +224,26 @@ def _wait(device: torch.device) -> None:
 def table(results: list[dict[str, Any]]) -> str:
     """The results as one table for people."""
     columns = ("step ms", 9), ("tokens/s", 11), ("anchors/s", 11), ("MFU", 7), ("GiB", 7), ("host ms", 9)
-    lines = [f"{'what':<12}{''.join(f'{name:>{width}}' for name, width in columns)}{'recompiles':>12}"]
+    lines = [f"{'what':<20}{''.join(f'{name:>{width}}' for name, width in columns)}{'recompiles':>12}"]
     for r in results:
         if "failure" in r:
-            lines.append(f"{r['what']:<12}  {r['failure']}")
+            lines.append(f"{r['what']:<20}  {r['failure']}")
             continue
         peak = f"{r['peak_gib']:.1f}" if r.get("peak_gib") else "-"
         host = f"{r['host_cpu_ms']:.2f}" if "host_cpu_ms" in r else "-"
         mfu = f"{r['mfu']:.2f}" if "mfu" in r else "-"
         lines.append(
-            f"{r['what']:<12}{r['step_ms']:>9.1f}{r['tokens_per_s']:>11,.0f}{r['anchors_per_s']:>11,.0f}"
+            f"{r['what']:<20}{r['step_ms']:>9.1f}{r['tokens_per_s']:>11,.0f}{r['anchors_per_s']:>11,.0f}"
             f"{mfu:>7}{peak:>7}{host:>9}{r.get('recompiles', '-'):>12}"
         )
     return "\n".join(lines)
 
 
-def _one(arguments: argparse.Namespace, rung: str) -> dict[str, Any]:
+def _one(arguments: argparse.Namespace, rung: str, fp8: str) -> dict[str, Any]:
     """One rung in a process of its own."""
+    what = rung if fp8 == "none" else f"{rung} {fp8}"
     command = [sys.executable, "-m", "bench.step", "--shape", arguments.shape, "--device", arguments.device]
-    command += ["--steps", str(arguments.steps), "--one", rung]
+    command += ["--steps", str(arguments.steps), "--one", rung, "--fp8", fp8]
     if arguments.chunk_rows:
         command += ["--chunk-rows", str(arguments.chunk_rows)]
     if arguments.lock:
@@ -247,17 +251,17 @@ def _one(arguments: argparse.Namespace, rung: str) -> dict[str, Any]:
     if arguments.flex is not None:
         command += ["--flex", json.dumps(arguments.flex)]
     if arguments.profile and rung != "reference":
-        command += ["--profile", str(arguments.profile) + f".{rung}"]
+        command += ["--profile", str(arguments.profile) + "." + what.replace(" ", ".")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
     except subprocess.TimeoutExpired:
-        return {"what": rung, "failure": f"not done after {arguments.limit:.0f} s"}
+        return {"what": what, "failure": f"not done after {arguments.limit:.0f} s"}
     with contextlib.suppress(IndexError, ValueError):
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
     sys.stderr.write(done.stderr[-3000:])
-    return {"what": rung, "failure": (errors or ["no reason given"])[-1][:300]}
+    return {"what": what, "failure": (errors or ["no reason given"])[-1][:300]}
 
 
 def main() -> None:
@@ -269,6 +273,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--rungs", default=None, help="those of graph,compiled,eager; on a CPU there is no graph"
+    )
+    parser.add_argument(
+        "--fp8",
+        default="none",
+        help="parts in 8 bits, a row each: none, head, mlp, head+mlp, all; with commas",
     )
     parser.add_argument("--reference", action="store_true", help="time the plain step too")
     parser.add_argument("--profile", type=Path, help="write kernel times to FILE.RUNG")
@@ -301,15 +310,22 @@ def main() -> None:
         return
     if arguments.one:
         found = measure(
-            arguments.one, arguments.shape, device, arguments.steps, arguments.profile, arguments.lock
+            arguments.one,
+            arguments.fp8,
+            arguments.shape,
+            device,
+            arguments.steps,
+            arguments.profile,
+            arguments.lock,
         )
         print(json.dumps(found))
         return
     rungs = (arguments.rungs or ",".join(RUNGS if device.type == "cuda" else RUNGS[1:])).split(",")
-    rungs += ["reference"] * arguments.reference
+    runs = [(rung, fp8) for rung in rungs for fp8 in arguments.fp8.split(",")]
+    runs += [("reference", "none")] * arguments.reference
     results = []
-    for rung in rungs:
-        results.append(_one(arguments, rung))
+    for rung, fp8 in runs:
+        results.append(_one(arguments, rung, fp8))
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + os.linesep)
     print(table(results))
