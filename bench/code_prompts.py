@@ -26,6 +26,8 @@ LEAST_DOCSTRING = 30
 QUESTIONS = {
     "explain": "Explain what this Python function does:",
     "arguments": "Describe the arguments and the result of this Python function:",
+    "example": "Show a short example of how this Python function is called:",
+    "pitfalls": "What can go wrong when this Python function is called?",
 }
 """What is asked about a function, by kind."""
 Functions = dict[str, list[str]]

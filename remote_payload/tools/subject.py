@@ -63,6 +63,14 @@ def device_name(text: str) -> str:
     return text
 
 
+def shard_of(text: str) -> tuple[int, int]:
+    """`I/N` as two numbers. Raises argparse's error."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with I from 0 to N-1, such as 0/4")
+    return int(number), int(count)
+
+
 def chosen_checkpoint(run_dir: Path, which: str | None, log: Log) -> Path:
     """The folder of the checkpoint `which` of a run; None: the best, or the last where none was evaluated.
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.code_prompts import collect, main, to_toml
+from bench.code_prompts import QUESTIONS, collect, main, to_toml
 from remote_payload.tools.prompts import read_prompts
 
 LONG = "Return the sum of both numbers, or of their halves."
@@ -72,4 +72,4 @@ def test_the_file_is_one_that_prepare_reads(root: Path, tmp_path: Path) -> None:
     prompts = read_prompts(path)
     assert [prompt.kind for prompt in prompts if prompt.held_out] == ["explain", "arguments"]
     assert len({prompt.text.split("\n", 2)[2] for prompt in prompts if prompt.held_out}) == 2
-    assert sum(not prompt.held_out for prompt in prompts) == 2 * 3
+    assert sum(not prompt.held_out for prompt in prompts) == len(QUESTIONS) * 3

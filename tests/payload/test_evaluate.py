@@ -25,6 +25,7 @@ from remote_payload.tools import evaluate as tool
 from remote_payload.tools.evaluate import merge
 from remote_payload.tools.export import export
 from remote_payload.tools.prompt_files import read_prompt_ids
+from remote_payload.tools.subject import shard_of
 from remote_payload.train import checkpoint
 from remote_payload.train.contract import target_identity
 from remote_payload.train.decode import Decoder
@@ -357,7 +358,7 @@ def test_records_of_shards_are_merged_by_the_command_as_well(
             tool.main([str(run_dir), *words])
         assert ended.value.code == 2
     with pytest.raises(argparse.ArgumentTypeError, match="expected I/N"):
-        tool.shard_of("1/0")
+        shard_of("1/0")
 
 
 def test_tools_let_waiting_threads_sleep_and_draw_no_bars_which_is_decided_before_torch_is_there() -> None:

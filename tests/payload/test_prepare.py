@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -21,8 +23,18 @@ from transformers import (
 )
 
 from remote_payload.tools import prepare
+from remote_payload.tools.generation import generate_greedy
 from remote_payload.tools.prompts import Prompt, read_prompts
-from remote_payload.tools.repetition import MIN_ANSWER, find_loop, judge, repeated_share
+from remote_payload.tools.repetition import (
+    MAX_PERIOD,
+    MAX_REPEATED_SHARE,
+    MIN_ANSWER,
+    MIN_REPEATS,
+    MIN_SPAN,
+    find_loop,
+    judge,
+    repeated_share,
+)
 
 TEMPLATE = (
     "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
@@ -162,11 +174,43 @@ def test_a_short_refrain_is_no_loop() -> None:
     assert find_loop([*range(50), 7, 7, 7, *range(60, 90)]) is None
 
 
-def test_a_numbered_list_of_one_sentence_is_dropped_as_repetition() -> None:
-    answer = [token for i in range(8) for token in (900 + i, 1, 2, 3, 4, 5, 6, 7)]
+def test_a_numbered_list_of_one_sentence_is_cut_where_it_begins_or_dropped() -> None:
+    items = [token for i in range(8) for token in (900 + i, 1, 2, 3, 4, 5, 6, 7)]
+    answer = [*range(100, 130), *items]
     assert find_loop(answer) is None
-    assert repeated_share(answer) > 0.4
+    assert repeated_share(answer) > MAX_REPEATED_SHARE
+    verdict = judge(answer)
+    # The first copy is the second item's "1 2 3 4", whose first three tokens are not yet one.
+    assert (verdict.keep, verdict.reason) == (30 + 8 + 1 + 3, "repetition")
+    assert (judge(answer, cut=False).keep, judge(answer, cut=False).reason) == (0, "repetition")
+
+
+def test_an_answer_with_too_little_before_its_repetition_is_dropped() -> None:
+    answer = [token for i in range(12) for token in (900 + i, 1, 2, 3, 4, 5)]
+    assert find_loop(answer) is None
     assert (judge(answer).keep, judge(answer).reason) == (0, "repetition")
+
+
+@given(st.lists(st.integers(0, 5), max_size=120), st.lists(st.integers(0, 50), max_size=80))
+def test_what_is_kept_is_a_prefix_without_loop_or_repetition(some: list[int], more: list[int]) -> None:
+    answer = more + some
+    verdict = judge(answer)
+    kept = answer[: verdict.keep]
+    assert repeated_share(kept) <= MAX_REPEATED_SHARE
+    assert verdict.keep == 0 or verdict.keep >= MIN_ANSWER or verdict.reason is None
+    assert (verdict.reason is None) == (verdict.keep == len(answer) > 0)
+
+
+@given(st.lists(st.integers(0, 4), max_size=60))
+def test_the_loop_that_is_found_is_the_one_that_a_plain_search_finds(tokens: list[int]) -> None:
+    loops = []
+    for period in range(1, MAX_PERIOD + 1):
+        least = max(MIN_REPEATS * period, MIN_SPAN)
+        for start in range(len(tokens) - least + 1):
+            span = tokens[start : start + least]
+            if all(one == other for one, other in zip(span, span[period:], strict=False)):
+                loops.append((start, period))
+    assert find_loop(tokens) == min(loops, default=None)
 
 
 def test_an_empty_answer_is_dropped_as_empty() -> None:
@@ -178,15 +222,15 @@ def test_an_empty_answer_is_dropped_as_empty() -> None:
 
 def test_answers_of_a_padded_batch_equal_those_of_prompts_asked_alone(model: Any) -> None:
     prompts = [[1, 9, 2], [1, 10, 11, 12, 13, 14, 15, 16, 17, 2], [1, 20, 21, 2], [5]]
-    together = prepare.generate_greedy(model, prompts, 24, pad_token_id=0)
-    alone = [prepare.generate_greedy(model, [p], 24, pad_token_id=0)[0] for p in prompts]
+    together = generate_greedy(model, prompts, 24, pad_token_id=0)
+    alone = [generate_greedy(model, [p], 24, pad_token_id=0)[0] for p in prompts]
     assert together == alone
     assert len({tuple(answer) for answer in together}) == len(prompts)
 
 
 def test_every_answer_is_the_argmax_of_its_own_prefix(model: Any) -> None:
     prompt = [1, 30, 31, 2]
-    answer = prepare.generate_greedy(model, [prompt, [1] * 9], 16, pad_token_id=0)[0]
+    answer = generate_greedy(model, [prompt, [1] * 9], 16, pad_token_id=0)[0]
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer])).logits[0]
     assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == answer
@@ -223,6 +267,15 @@ def test_held_out_prompts_are_asked_first_and_those_after_the_time_limit_say_so(
     assert [a.reason == "time limit" for a in answers] == [n not in (2, 5) for n in range(1, 8)]
 
 
+def test_answers_are_the_same_in_every_batch_size(target: Path, model: Any) -> None:
+    prompts = [
+        Prompt("explain", f"topic {n}", " ".join(["w1"] * (n % 4) + [f"w{n}"]), False) for n in range(9)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    one, four = (prepare.answer_all(model, tokenizer, prompts, 20, size, lambda _: None) for size in (1, 4))
+    assert one == four
+
+
 # The files
 
 
@@ -241,7 +294,7 @@ def test_the_files_hold_rendered_prompts_with_the_targets_answers_split_by_topic
         prompt = row["input_ids"][: row["prompt_length"]]
         answer = row["input_ids"][row["prompt_length"] :]
         assert (prompt[0], prompt[-1]) == (1, 2)
-        assert prepare.generate_greedy(model, [prompt], 20, 0)[0][: len(answer)] == answer
+        assert generate_greedy(model, [prompt], 20, 0)[0][: len(answer)] == answer
         assert row["truncated"] == (answer[-1] != 0)
         assert len(answer) >= MIN_ANSWER or not row["truncated"]
 
@@ -278,6 +331,40 @@ def test_the_summary_counts_each_kind_and_every_reason(
     assert rows["all"][1] == "4"
     made = read(tmp_path / "train.arrow").num_rows + read(tmp_path / "held_out.arrow").num_rows
     assert rows["all"][2] == str(made)
+
+
+def test_shares_of_the_prompts_merge_into_what_one_process_makes(target: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path, PROMPTS)
+    assert run(target, prompts, tmp_path / "whole") == 0
+    parts = [tmp_path / "0", tmp_path / "1"]
+    for number, part in enumerate(parts):
+        assert run(target, prompts, part, "--shard", f"{number}/2") == 0
+    assert prepare.main(["--merge", *map(str, parts), "--out", str(tmp_path / "both")]) == 0
+    for name in ("train.arrow", "held_out.arrow"):
+        whole, both = read(tmp_path / "whole" / name), read(tmp_path / "both" / name)
+        assert sorted(both.to_pylist(), key=str) == sorted(whole.to_pylist(), key=str)
+        assert both.schema.remove_metadata() == prepare.SCHEMA
+        assert b"--shard 0/2" in both.schema.metadata[b"command"]
+        assert b"shard" not in both.schema.metadata
+
+
+def test_shares_that_are_missing_there_twice_or_of_other_data_are_refused(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write(tmp_path, PROMPTS)
+    for name, more in (("a", ["--shard", "0/2"]), ("b", ["--shard", "1/2", "--max-new-tokens", "19"])):
+        assert run(target, prompts, tmp_path / name, *more) == 0
+
+    def refused(*names: str) -> str:
+        folders = [str(tmp_path / name) for name in names]
+        assert prepare.main(["--merge", *folders, "--out", str(tmp_path / "out")]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    assert "the shares are 0/2; expected each of 0/2, 1/2 once" in refused("a")
+    assert "the shares are 0/2, 0/2" in refused("a", "a")
+    assert "its max_new_tokens is '19'" in refused("a", "b")
+    assert "cannot be read as an Arrow file" in refused("a", "nowhere")
 
 
 @pytest.mark.parametrize(
