@@ -155,7 +155,7 @@ def _slots(count: int, like: Tensor) -> Tensor:
     return torch.zeros(count, _SLOT, dtype=torch.float32, device=like.device)
 
 
-def _room(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def room(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """An 8-bit [N, K] and its turned [K, N'], N' the next multiple of `MULTIPLE`."""
     rows, columns = shape
     padded = rows + -rows % MULTIPLE
@@ -171,7 +171,7 @@ def _both(x: Tensor, dtype: torch.dtype, slot: Tensor) -> tuple[Tensor, Tensor]:
         return _plain(x, dtype, slot)
     from remote_payload.train import fp8_kernels
 
-    values, turned = _room((len(x), x.shape[1]), dtype, x.device)
+    values, turned = room((len(x), x.shape[1]), dtype, x.device)
     fp8_kernels.cast(x, values, turned, slot, torch.finfo(dtype).max, LEAST)
     return values, turned
 
@@ -183,7 +183,7 @@ def _both_of_swiglu(between: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         return _plain(F.silu(gate) * up, FORWARD, slot)
     from remote_payload.train import fp8_kernels
 
-    values, turned = _room((len(between), between.shape[1] // 2), FORWARD, between.device)
+    values, turned = room((len(between), between.shape[1] // 2), FORWARD, between.device)
     fp8_kernels.cast_swiglu(between, values, turned, slot, torch.finfo(FORWARD).max, LEAST)
     return values, turned
 
@@ -197,7 +197,7 @@ def _both_of_slopes(between: Tensor, slope: Tensor, slot: Tensor) -> tuple[Tenso
         return _plain(torch.cat([by_gate, slope.float() * gate * share], -1), SLOPE, slot)
     from remote_payload.train import fp8_kernels
 
-    values, turned = _room((len(between), between.shape[1]), SLOPE, between.device)
+    values, turned = room((len(between), between.shape[1]), SLOPE, between.device)
     fp8_kernels.cast_slopes(between, slope, values, turned, slot, torch.finfo(SLOPE).max, LEAST)
     return values, turned
 
