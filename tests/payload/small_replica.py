@@ -16,6 +16,7 @@ from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.replica import Replica
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
+from remote_payload.train.weights import SumPlace
 from tests.payload.tiny import MASK, VOCABULARY, job_values, random_samples, write_arrow, write_model
 
 SHAPE = RowShape(token_budget=512, anchors=64, block_size=8, mask_token_id=MASK, gamma=4.0)
@@ -36,7 +37,9 @@ def rows(folder: Path, count: int, seed: int = 0) -> list[tuple[Row, int]]:
     return made
 
 
-def make_replica(folder: Path, device: torch.device, dtype: str, **changes: Any) -> Replica:
+def make_replica(
+    folder: Path, device: torch.device, dtype: str, *, place: SumPlace | None = None, **changes: Any
+) -> Replica:
     """A replica of a small drafter over a random target on `device`."""
     if not (folder / "wide").exists():
         write_model(folder / "wide", **WIDE)
@@ -46,7 +49,7 @@ def make_replica(folder: Path, device: torch.device, dtype: str, **changes: Any)
     )
     values = job_values(folder, target=str(folder / "wide"), compute_dtype=dtype, layers=2, **changes)
     job = Job.from_mapping(values, "test")
-    return Replica(0, device, job, config, SHAPE, Statistics(8, 3), target)
+    return Replica(0, device, job, config, SHAPE, Statistics(8, 3), target, place=place)
 
 
 def run_rows(

@@ -139,6 +139,9 @@ def test_a_run_with_two_targets_and_two_drafters_equals_one_and_one(tmp_path: Pa
     one, record = train(tmp_path, "one", targets=["cuda:0"], drafters=["cuda:0"])
     two, other = train(tmp_path, "two", targets=["cuda:0", second], drafters=["cuda:0", second])
     assert record["execution"] == other["execution"] == "graph"
+    events = [json.loads(line) for line in (two / rundir.EVENTS).read_text().splitlines()]
+    (summed,) = [event for event in events if event["kind"] == "reduction"]
+    assert summed["way"] == ("peer" if second == "cuda:0" else "nccl"), summed["reason"]
     mine, theirs = (load_file(r / record["checkpoint"] / "model.safetensors") for r in (one, two))
     for name, weight in mine.items():
         # 40 AdamW steps at 1e-2 over gradients that are summed in another order.
