@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from bench import train_smollm2
 from remote_payload import job
+from remote_payload.tools.prepare import SCHEMA, write_arrow
 
 EVAL = {
     "kind": "eval",
@@ -37,10 +40,17 @@ def run_of(workspace: Path, name: str) -> Path:
         for step in (1, 9)
     ]
     jsonl(run_dir / "events.jsonl", EVAL | {"step": 0, "tau": 1.0}, *steps, EVAL, {"kind": "end"})
-    used = [{"kind": "gpu", "gpus": {"u": {"memory_used_gib": gib}}} for gib in (3.0, None, 8.4, 7.0)]
+    used = [
+        {
+            "kind": "gpu",
+            "gpus": {"u": {"index": 1, "memory_used_gib": gib}, "v": {"index": 0, "memory_used_gib": 90.0}},
+        }
+        for gib in (3.0, None, 8.4, 7.0)
+    ]
     jsonl(run_dir / "gpu.jsonl", {"kind": "gpu_constants"}, *used)
     (run_dir / "progress.json").write_text('{"recompiles": 0}')
     (run_dir / "exit.json").write_text('{"tokens_per_s": 416000.0, "execution": "graph"}')
+    (run_dir / "job.toml").write_text('targets = ["cuda:1"]')
     (run_dir / "bench_name").write_text(name)
     return run_dir
 
@@ -69,22 +79,59 @@ def test_what_was_scored_on_all_held_out_prompts_counts_before_the_runs_own_eval
     assert all(len(line) == len(table[0]) for line in table)
 
 
+def test_tau_is_told_apart_for_answers_that_never_began_to_repeat_themselves(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path, "main")
+    answers = {(1, 2): (8, False), (3, 4): (20, True), (5, 6): (10, True)}  # ends, token limit, cut before it
+    rows = [
+        {"input_ids": [*prompt, *[7] * length], "prompt_length": 2, "kind": "explain", "topic": "x"}
+        | {"truncated": truncated}
+        for prompt, (length, truncated) in answers.items()
+    ]
+    (tmp_path / "data").mkdir()
+    write_arrow(tmp_path / "data" / "held_out.arrow", rows, SCHEMA, {})
+    texts = [{"prompt": n, "rounds": rounds} for n, rounds in enumerate(([1, 2], [3], [16, 16]))]
+    assert train_smollm2.row(run_dir)["tau_unrepeated"] is None
+    (run_dir / "score.json").write_text(json.dumps({"tau": 7.6, "texts": texts}))
+    assert train_smollm2.row(run_dir)["tau_unrepeated"] == 2.0
+
+
+def test_a_run_is_found_by_what_launch_says_and_its_devices_are_the_benchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launches at once must not take each other's runs."""
+    script = "import sys; print('run-x'); print(sys.argv[1:]); sys.exit(3)"
+    began: list[list[str]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        began.append(command)
+        return popen([command[0], "-c", script], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert train_smollm2._launch(tmp_path, "cuda:1", ["taps=3"]) == (tmp_path / "runs" / "run-x", 3)
+    words = began[0]
+    changes = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
+    checked = job.load(train_smollm2.JOB, changes)
+    assert (checked.targets, checked.drafters, checked.taps) == (["cuda:1"], ["cuda:1"], 3)
+
+
 def test_the_pace_is_measured_once_and_makes_as_many_steps_as_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched: list[list[str]] = []
 
-    def launch(workspace: Path, changes: list[str]) -> tuple[Path, int]:
-        launched.append(list(changes))
+    def launch(workspace: Path, device: str, changes: list[str]) -> tuple[Path, int]:
+        launched.append([device, *changes])
         return run_of(workspace, f"number {len(launched)}"), 0
 
     monkeypatch.setattr(train_smollm2, "_launch", launch)
     for name in ("taps3", "uniform"):
         words = ["--workspace", str(tmp_path), "train", name, "--seconds", "150", "--set", "taps=3"]
-        assert train_smollm2.main(words) == 0
+        assert train_smollm2.main([*words, "--device", "cuda:1"]) == 0
+    short = [f"dataset={train_smollm2.PACE_DATA}", f"steps={train_smollm2.PACE_STEPS}", 'held_out=""']
     assert launched == [
-        ["taps=3", f"steps={train_smollm2.PACE_STEPS}", 'held_out=""'],
-        *[["taps=3", "steps=2500"]] * 2,
+        ["cuda:1", "taps=3", *short],
+        *[["cuda:1", "taps=3", "steps=2500"]] * 2,
     ]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "uniform"
 
