@@ -1,10 +1,14 @@
 """FlexAttention under the training mask, one variant of its tiles after the other: where the next ms may be.
 
     python -m bench.attention [--shape 8b|4b] [--variants JSON] [--json FILE]
+    python -m bench.attention --flash [--shape 8b|4b] [--launches N] [--profile]
 
 Every variant is compiled in a process of its own, several at once; they measure one at a time, under a lock.
 A variant is a dictionary of FlexAttention's `kernel_options`; `fwd_` and `bwd_` before a name say for which
 pass. An empty one is torch's own choice. Needs a GPU.
+
+`--flash` proves FlashAttention-4 as warm-up does, over `--launches`, and times it beside FlexAttention
+(`bench.flash`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from bench import flash
 from bench.alone import alone
 from bench.shapes import SHAPES
 from remote_payload.train import drafter
@@ -149,7 +154,13 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "bench-attention.lock")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one variant")
+    parser.add_argument("--flash", action="store_true")
+    parser.add_argument("--launches", type=int, default=300)
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    if arguments.flash:
+        flash.compare(arguments.shape, arguments.launches, arguments.profile)
+        return
     if arguments.one is not None:
         print(json.dumps(measure(arguments.shape, json.loads(arguments.one), arguments.lock)))
         return

@@ -211,6 +211,13 @@ class Job:
         one_of("auto", "graph", "compiled", "eager", "reduce-overhead"),
         resumable=True,
     )
+    attention: str = key(
+        "auto",
+        "Kernels of the drafter's attention in compiled steps on a GPU: flash (FlashAttention-4, package"
+        " flash-attn-4, Hopper), flex (FlexAttention), or flash where it is there and warm-up proves it.",
+        one_of("auto", "flash", "flex"),
+        resumable=True,
+    )
     reduction: str = key(
         "auto",
         "How replicas add up their gradients: by NCCL between GPUs, by peer copies, or by NCCL where its"

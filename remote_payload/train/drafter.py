@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from remote_payload.job import JobError
 from remote_payload.train import fp8
+from remote_payload.train.flash_attention import FlashMask, flash_attend
 from remote_payload.train.folded import fold_keys, fold_queries, unfold
 from remote_payload.train.target_config import required_size, rope_theta, size_of
 
@@ -178,12 +179,14 @@ class Attention(nn.Module):
 FLEX_OPTIONS: dict[str, Any] = {}
 """FlexAttention's `kernel_options`; empty: torch's own choice."""
 
-Mask = Tensor | BlockMask | None
+Mask = Tensor | BlockMask | FlashMask | None
 """Dense [Q, N + Q], block-sparse with folded heads (see `folded`), or None when every key is seen."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     """Grouped-query attention of `queries` [Q, h, d] to `keys`, `values` [K, g, d]: [Q, h, d]."""
+    if isinstance(mask, FlashMask):
+        return flash_attend(queries, keys, values, mask)
     if isinstance(mask, BlockMask):
         q, k, v = fold_queries(queries), fold_keys(keys), fold_keys(values)
         options: Any = FLEX_OPTIONS or None

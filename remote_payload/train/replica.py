@@ -22,18 +22,19 @@ from remote_payload import crash
 from remote_payload.job import Job
 from remote_payload.train import execution, fp8
 from remote_payload.train.arrivals import Arrivals
+from remote_payload.train.attention_choice import choose_attention
 from remote_payload.train.batch import Row, RowShape, empty_row
 from remote_payload.train.devices import compute_dtype, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, RotaryTable, initialise
 from remote_payload.train.features import Features
-from remote_payload.train.folded import fold_mask, folded_rule
 from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
-from remote_payload.train.mask import TILE, block_mask, dense_mask, mask_mod, tiles_fit
+from remote_payload.train.mask import TILE
 from remote_payload.train.objective import BlockScores, Objective, block_loss, chunk_scores, slots_in_use
 from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.output_head import OutputHead
 from remote_payload.train.row_buffer import RowBuffer
+from remote_payload.train.row_mask import DENSE, FLASH, FLEX, AttentionSizes, RowMask
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
 from remote_payload.train.warm_up import StepDown, WarmUp
@@ -122,13 +123,10 @@ class Replica:
         self._buffer = RowBuffer(shape, device)
         self.row = self._buffer.row
         self.statistics = statistics.zeros(device)
-        self._sees = mask_mod(self.row.starts, self.row.anchors, shape.token_budget, shape.block_size)
-        self._heads, self._kv_heads = config.heads, config.kv_heads
-        queries = shape.anchors * shape.block_size
-        self._folded_sees = folded_rule(self._sees, queries, self._heads, self._kv_heads)
+        self._row_mask = RowMask(self.row.starts, self.row.anchors, AttentionSizes.of(shape, config))
+        self._wanted_attention, self._attention = job.attention, FLEX
         self._run: Any = run_drafter
         self._chunk: Any = chunk_scores
-        self._tiled = False
         self.rung = execution.EAGER
         """How steps run now; a replay compiles nothing, whatever else happens in the process."""
         self._gradients: tuple[Tensor, ...] = ()
@@ -159,12 +157,11 @@ class Replica:
         if result.execution == execution.EAGER or not cuda:
             result.step_s[execution.EAGER] = self._time_step()
         if result.execution != execution.EAGER:
-            self._try_compiled(wanted, result)
-        if result.execution == execution.GRAPH:
-            self._try_graph(result)
+            result = self._climb(wanted, result)
         if result.execution == execution.EAGER:
             self.use(execution.EAGER)
-        if result.execution != execution.EAGER and cuda and not self._tiled:
+        result.attention = self._row_mask.kind
+        if result.execution != execution.EAGER and cuda and result.attention == DENSE:
             result.reason += (
                 f"; dense mask, since token_budget or anchors * block_size is no multiple of {TILE},"
                 " or block_size does not divide it"
@@ -173,8 +170,23 @@ class Replica:
         result.seconds = time.perf_counter() - start
         return result
 
+    def _climb(self, wanted: str, result: WarmUp) -> WarmUp:
+        """The compiled rungs; once more by FlexAttention where faster kernels, though proved, fail."""
+        sizes = self._row_mask.sizes
+        if self.device.type == "cuda" and sizes.tiles_fit:
+            self._attention, result.attention_reason = choose_attention(
+                self._wanted_attention, sizes, self.device, self.dtype
+            )
+        first = copy.deepcopy(result)
+        self._try_compiled(wanted, result)
+        if result.steps_down and self._attention == FLASH and self._wanted_attention == "auto":
+            first.attention_reason = f"not FlashAttention-4: {result.steps_down[0].reason}"
+            self._attention, result = FLEX, first
+            self._try_compiled(wanted, result)
+        return result
+
     def _try_compiled(self, wanted: str, result: WarmUp) -> None:
-        """The rung `compiled`, or the first half of `graph`."""
+        """The rung `compiled`, and from there `graph`."""
         try:
             self.use(result.execution)
             compiled_s = self._time_step()
@@ -189,6 +201,8 @@ class Replica:
                 execution.EAGER,
                 f"eager is faster here: {eager_s:.3f} s a step against {compiled_s:.3f} s compiled",
             )
+        elif result.execution == execution.GRAPH:
+            self._try_graph(result)
 
     def _try_graph(self, result: WarmUp) -> None:
         """The rung `graph`: capture, and compare what a replay makes of another row."""
@@ -280,7 +294,7 @@ class Replica:
             self.drafter.rotary(mine.positions, self.dtype),
             x,
             self.drafter.rotary(mine.block_positions.flatten(), self.dtype),
-            self._mask(),
+            self._row_mask.make(),
             self._joined,
         )
         return block_loss(
@@ -295,22 +309,16 @@ class Replica:
             used,
         )
 
-    def _mask(self) -> Mask:
-        row, shape = self.row, self.shape
-        if self._tiled:
-            tiles = block_mask(row.starts, row.anchors, shape.token_budget, shape.block_size, self._sees)
-            return fold_mask(tiles, self._heads, self._kv_heads, self._folded_sees)
-        return dense_mask(row.starts, row.anchors, shape.token_budget, shape.block_size)
-
     def use(self, choice: str, *, trees: bool = True) -> None:
         """Build the callables of a rung. FlexAttention is for compiled runs on a GPU: eager it is unsafe."""
-        shape, name = self.shape, f"replica{self.number}"
+        name = f"replica{self.number}"
         self.rung = execution.COMPILED if choice == execution.GRAPH else choice
         cuda = self.device.type == "cuda"
         compiled = choice != execution.EAGER
         self._row_graph = self._step_graph = None
         self._captured = ()
-        self._tiled = compiled and cuda and tiles_fit(shape.token_budget, shape.anchors, shape.block_size)
+        tiled = compiled and cuda and self._row_mask.sizes.tiles_fit
+        self._row_mask.kind = self._attention if tiled else DENSE
         self._run = execution.build(run_drafter, choice, name, trees=trees)
         self._chunk = execution.build(chunk_scores, choice, name, trees=trees)
         if compiled and cuda:

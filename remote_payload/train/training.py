@@ -21,6 +21,7 @@ from remote_payload.train.nonfinite import say_nonfinite
 from remote_payload.train.reducing import say_choice
 from remote_payload.train.replica import Replica
 from remote_payload.train.resume import restore
+from remote_payload.train.row_mask import DENSE
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.saving import save
@@ -106,6 +107,8 @@ def warm_up(run: Run, replica: Replica) -> None:
         eager_step_s=result.eager_step_s,
         compiled_step_s=result.compiled_step_s,
         graph_step_s=result.step_s.get(execution.GRAPH),
+        attention=result.attention,
+        attention_reason=result.attention_reason,
         fp8=run.job.fp8,
     )
     for down in result.steps_down:
@@ -118,6 +121,8 @@ def warm_up(run: Run, replica: Replica) -> None:
         warmup_s=round(result.seconds, 2),
     )
     times = [f"{rung} {seconds:.3f} s" for rung, seconds in result.step_s.items()]
+    if result.attention != DENSE:
+        run.log(f"Replica {replica.number}: {result.attention} attention ({result.attention_reason})")
     small = "" if run.job.fp8 == "none" else f", fp8 = {run.job.fp8!r}"
     run.log(
         f"Replica {replica.number}: {result.execution} ({result.reason}){small}; a step: {', '.join(times)}"

@@ -26,6 +26,9 @@ class WarmUp:
     step_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of a forward and backward pass by rung, of those that were tried and worked."""
     steps_down: list[StepDown] = dataclasses.field(default_factory=list)
+    attention: str = "dense"
+    """By which kernels: `flash`, `flex`, or `dense` masks."""
+    attention_reason: str = "no tiles"
 
     @property
     def eager_step_s(self) -> float | None:

@@ -105,6 +105,7 @@ REFUSED: dict[str, Any] = {
     "drafters": [],
     "compute_dtype": "float16",
     "fp8": "both",
+    "attention": "fast",
     "dataset": "",
     "token_budget": 15,
     "max_batch": 0,
