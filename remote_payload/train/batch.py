@@ -23,7 +23,7 @@ from torch import Tensor
 from remote_payload.train.anchors import RANDOM, candidates, draw, eligible_places, share_slots
 from remote_payload.train.buckets import EpochPlan, epochs_from, widest_batches
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.target_shapes import PassShape, choose_shapes
+from remote_payload.train.target_shapes import PackedShape, PaddedShape, packed_shapes, padded_shapes
 from remote_payload.train.unusable import Findings, Skipped
 
 Ints = npt.NDArray[np.int64]
@@ -154,10 +154,13 @@ class BatchMaker:
         lengths, budget = self._dataset.lengths, self._shape.token_budget
         return widest_batches(plan, lengths, token_budget=budget, max_batch=max_batch)
 
-    def pass_shapes(self, plan: EpochPlan, max_batch: int) -> list[PassShape]:
-        """The shapes of a target's graphs for batches like those of `plan`."""
+    def target_shapes(self, plan: EpochPlan, max_batch: int) -> tuple[list[PackedShape], list[PaddedShape]]:
+        """The shapes of a target's graphs for batches like those of `plan`, by either layout."""
         lengths, budget = self._dataset.lengths, self._shape.token_budget
-        return choose_shapes(plan, lengths, token_budget=budget, max_batch=max_batch)
+        return (
+            packed_shapes(plan, lengths, token_budget=budget, max_batch=max_batch),
+            padded_shapes(plan, lengths, token_budget=budget, max_batch=max_batch),
+        )
 
     def epoch(self, plan: EpochPlan, epoch: int, first_sequence: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, whose first has the number `first_sequence`, from its `start`-th on."""

@@ -10,6 +10,7 @@ its seed; replica r takes the batches whose number is r modulo M, in order.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from typing import Any
@@ -27,6 +28,7 @@ from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
 from remote_payload.train.target_pass import TargetPass
+from remote_payload.train.target_layout import Packed, Padded
 from remote_payload.train.warm_up import WarmUp
 
 
@@ -147,8 +149,8 @@ def warm_target(run: Run, number: int, forward: TargetPass) -> None:
     The order is random, so the widest batch may come late, after hours (SpecForge's "late OOM").
     """
     device, plan = forward.target.device, run.plan(0)
-    shapes = run.maker.pass_shapes(plan, run.job.max_batch) if device.type == "cuda" else []
-    result = forward.warm_up(run.job.target_execution, shapes, run.control.check)
+    packed, padded = run.maker.target_shapes(plan, run.job.max_batch)
+    result = forward.warm_up(run.job.target_execution, [Packed(packed), Padded(padded)], run.control.check)
     say_target_ready(run, number, forward, result)
     for rows, tokens in run.maker.widest(plan, run.job.max_batch):
         run.control.check()
@@ -165,17 +167,19 @@ def say_target_ready(run: Run, number: int, forward: TargetPass, result: WarmUp)
         reason=result.reason,
         warmup_s=round(result.seconds, 2),
         eager_pass_s=result.eager_step_s,
-        graph_pass_s=result.step_s.get(result.execution) if forward.shapes else None,
-        shapes=[[shape.rows, shape.longest] for shape in forward.shapes],
+        graph_pass_s=result.step_s.get(result.execution) if forward.layout else None,
+        layout=forward.layout and forward.layout.name,
+        shapes=[dataclasses.asdict(shape) for shape in forward.layout.shapes] if forward.layout else [],
         graphs_gib=forward.gib,
     )
     for down in result.steps_down:
         run.events.write("step_down", target=number, old=down.old, new=down.new, reason=down.reason)
         run.log(f"Target {number}: {down.old} given up for {down.new}: {down.reason}")
     line = f"Target {number}: {result.execution} ({result.reason}); warm-up {result.seconds:.1f} s"
-    if forward.shapes:
+    if forward.layout is not None:
         times = ", ".join(f"{rung} {seconds:.3f} s" for rung, seconds in result.step_s.items())
-        line += f"; {len(forward.shapes)} graphs, {forward.gib} GiB; the widest pass: {times}"
+        line += f"; {len(forward.layout.shapes)} graphs of {forward.layout.name} documents, {forward.gib} GiB"
+        line += f"; the widest pass: {times}"
     run.log(line)
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import threading
 import time
+from typing import Any
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,10 +32,10 @@ from remote_payload.train.objective import needs_teacher
 from remote_payload.train.replica import Replica
 from remote_payload.train.roles import RoleTimes
 from remote_payload.train.run_control import RunControl
+from remote_payload.train.target_layout import Layout, Packed, Padded
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
 from remote_payload.train.target_pass import TargetPass
-from remote_payload.train.target_shapes import fitting
 
 SAMPLED = 6
 """Batches of the first epoch that the target is timed on, spread over it."""
@@ -147,10 +148,14 @@ def _time_target(
     """
     device = target.device
     forward = TargetPass(target, needs_teacher(job))
-    shapes = sources.maker.pass_shapes(sources.plan, job.max_batch) if device.type == "cuda" else []
-    used = [fitting(shapes, *batch.ids.shape) for batch in batches]
+    lengths = [batch.lengths for batch in batches]
+    packed_shapes, padded_shapes = sources.maker.target_shapes(sources.plan, job.max_batch)
+    layouts: list[Layout[Any]] = [
+        Packed(packed_shapes).only_for(lengths),
+        Padded(padded_shapes).only_for(lengths),
+    ]
     with execution.WARM_UP_LOCK:
-        forward.warm_up(job.target_execution, [shape for shape in shapes if shape in used])
+        forward.warm_up(job.target_execution, layouts)
     for rows, tokens in sources.maker.widest(sources.plan, job.max_batch):
         forward.packed(torch.zeros((rows, tokens), dtype=torch.int64), [tokens] * rows)
     for batch in batches:

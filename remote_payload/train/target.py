@@ -120,15 +120,16 @@ class Target:
         *,
         part: nn.Module | None = None,
         out: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         """Outputs of the tapped layers side by side, [B, L, W], for right-padded `ids` [B, L].
 
         `last_hidden`: with what the head is given in D more columns, for objectives that read the target's
         distribution; all layers run then. No attention mask is passed: a causal model's real tokens see no
-        pad that comes after them. `part` runs in place of `self.part(last_hidden)`; `out` is filled where
-        given.
+        pad that comes after them. `part` runs in place of `self.part(last_hidden)`, with `options`; `out` is
+        filled where given.
         """
-        output = (part or self.part(last_hidden))(input_ids=ids, use_cache=False)
+        output = (part or self.part(last_hidden))(input_ids=ids, use_cache=False, **options)
         columns = [self._taps.of.pop(layer) for layer in self.tap_layers]
         if last_hidden:
             columns.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
