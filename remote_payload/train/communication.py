@@ -163,7 +163,7 @@ class Communication:
         """Add up step by step until `close`. Raises Aborted when another thread failed."""
         while True:
             if status is not None:
-                status.enter("waiting for the replicas", step=self._step)
+                status.enter("waiting for the replicas")
             given = self._next()
             if given is None:
                 return
