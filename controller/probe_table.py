@@ -18,6 +18,8 @@ def line(record: Mapping[str, Any]) -> str:
     outcome = "works" if record.get("works") else f"fails: {record.get('failure') or 'no reason given'}"
     if record.get("refused"):
         outcome += "; training refuses it"
+    if record.get("fp8", "none") != "none":
+        outcome += f"; fp8 = {record['fp8']}"
     words = [str(record.get(name) or "?") for name in ("mode", "where", "passes", "torch")]
     made = f"{words[0]:<16}{trees:<7}{words[1]:<9}{words[2]:<20}{words[3]:<16}{shown:>9}  {outcome}"
     return safe_line(made)

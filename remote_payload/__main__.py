@@ -170,10 +170,10 @@ def _evaluate(workspace: str) -> int:
     return serve_tool("evaluate", Path(workspace))
 
 
-def _probe(device: str = "auto") -> int:
+def _probe(device: str = "auto", fp8: str = "none") -> int:
     from remote_payload.tools.probe import main as probe
 
-    return probe(device)
+    return probe(device, fp8)
 
 
 def _probe_mode(mode: str, device: str) -> int:
@@ -236,7 +236,7 @@ COMMANDS: dict[str, tuple[Callable[..., int], str]] = {
     "feed-log": (_feed_log, "FILE NONCE"),
     "export": (_export, "WORKSPACE"),
     "evaluate": (_evaluate, "WORKSPACE"),
-    "probe": (_probe, "[DEVICE]"),
+    "probe": (_probe, "[DEVICE] [FP8]"),
     "probe-mode": (_probe_mode, "MODE DEVICE"),
     "log-status": (_log_status, "FILE"),
     "send": (_send, "RUN_DIR"),

@@ -138,6 +138,14 @@ def probe(
         str,
         typer.Option("--device", metavar="DEVICE", help="auto (the first GPU, else the CPU), cpu, cuda:N."),
     ] = "auto",
+    fp8: Annotated[
+        str,
+        typer.Option(
+            "--fp8",
+            metavar="PARTS",
+            help="Multiply 8-bit numbers in these parts, as a job's fp8: head, mlp, head+mlp, all.",
+        ),
+    ] = "none",
     as_json: JsonOption = False,
     kind: KindOption = None,
     container: ContainerOption = None,
@@ -154,6 +162,7 @@ def probe(
     \b
     dflashctl probe --host gpubox
     dflashctl probe --host gpubox --device cuda:1 --json | jq 'select(.works)'
+    dflashctl probe --host gpubox --fp8 all
     """
     from controller.place import open_place
     from controller.probe_table import HEADER, line
@@ -163,7 +172,7 @@ def probe(
     worked = False
     refusal: str | None = None
     with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
-        arrived = start(place, pack(), ["probe", device])
+        arrived = start(place, pack(), ["probe", device, fp8])
         try:
             if not as_json:
                 print(HEADER, flush=True)

@@ -41,6 +41,7 @@ class Mode:
     trees: bool | None
     where: str
     passes: str
+    fp8: str = "none"
 
 
 def modes(cuda: bool) -> list[Mode]:
@@ -57,18 +58,26 @@ def modes(cuda: bool) -> list[Mode]:
     return found
 
 
-def probe(device: str = "auto", limit: float = LIMIT_S) -> Iterator[dict[str, Any]]:
+def probe(device: str = "auto", fp8: str = "none", limit: float = LIMIT_S) -> Iterator[dict[str, Any]]:
     """Try every mode on `device` (auto: the first GPU, else the CPU), one after the other.
 
-    Raises JobError for a device that is not there.
+    `fp8` as a job has it. Raises JobError for a device that is not there, or cannot do that.
     """
     import torch
 
     from remote_payload.train.devices import resolve_devices
+    from remote_payload.job import JobError
+    from remote_payload.train.devices import resolve_devices
     from remote_payload.train.execution import refuse_trees
+    from remote_payload.train.fp8 import PARTS, refuse
 
+    if fp8 not in PARTS:
+        raise JobError(f"fp8 = {fp8!r}: expected one of {', '.join(PARTS)}")
     (name,) = resolve_devices([device])
-    for mode in modes(name.startswith("cuda")):
+    if fp8 != "none" and (reason := refuse(torch.device(name))):
+        raise JobError(f"fp8 = {fp8!r}: {reason}")
+    for plain in modes(name.startswith("cuda")):
+        mode = dataclasses.replace(plain, fp8=fp8)
         refused = refuse_trees() if mode.mode == "reduce-overhead" and mode.where == THREADS else None
         outcome = _in_process(mode, name, limit)
         yield {
@@ -150,7 +159,7 @@ def _run(mode: Mode, device: Any, number: int, at_once: threading.Barrier) -> fl
 
     with on_device(device):
         with execution.WARM_UP_LOCK:
-            replica, row = _small_replica(device, number)
+            replica, row = _small_replica(device, number, mode.fp8)
             if mode.mode == execution.REDUCE_OVERHEAD:
                 execution.configure()
                 replica.use(mode.mode, trees=bool(mode.trees))
@@ -180,7 +189,7 @@ def _run(mode: Mode, device: Any, number: int, at_once: threading.Barrier) -> fl
     return statistics.median(seconds)
 
 
-def _small_replica(device: Any, number: int) -> Any:
+def _small_replica(device: Any, number: int, fp8: str) -> Any:
     """A replica of a small drafter, and a row for it."""
     from remote_payload.job import Job
     from remote_payload.tools.synthetic import random_ends, random_rows
@@ -208,20 +217,27 @@ def _small_replica(device: Any, number: int) -> Any:
     )
     shape = RowShape(token_budget=512, anchors=32, block_size=8, mask_token_id=1023, gamma=4.0)
     job = Job.from_mapping(
-        {"target": "random", "dataset": "random", "mask_token_id": 1023, "drafters": [str(device)]}, "probe"
+        {
+            "target": "random",
+            "dataset": "random",
+            "mask_token_id": 1023,
+            "drafters": [str(device)],
+            "fp8": fp8,
+        },
+        "probe",
     )
     target = random_ends(config, device, compute_dtype("auto", device))
     replica = Replica(number, device, job, config, shape, Statistics(8, 1), target)
     return replica, random_rows(shape, 1024, 1)[0]
 
 
-def main(device: str = "auto") -> int:
+def main(device: str = "auto", fp8: str = "none") -> int:
     """The payload's command `probe`: a record a line; 1 when not even eager works."""
     from remote_payload.job import JobError
 
     worked = False
     try:
-        for record in probe(device):
+        for record in probe(device, fp8):
             worked |= bool(record["works"])
             print(json.dumps(record), flush=True)
     except JobError as error:

@@ -277,7 +277,7 @@ def test_a_chunk_whose_slope_is_not_finite_leaves_no_finite_gradient_in_its_row(
 # In a replica
 
 
-def replica(choice: str, **changes: Any) -> Replica:
+def replica(choice: str, config: DrafterConfig = CONFIG, **changes: Any) -> Replica:
     values = {
         "target": "random",
         "dataset": "random",
@@ -288,16 +288,16 @@ def replica(choice: str, **changes: Any) -> Replica:
         **changes,
     }
     torch.manual_seed(0)
-    target = random_ends(CONFIG, CPU, torch.bfloat16)
-    made = Replica(0, CPU, Job.from_mapping(values, "test"), CONFIG, SHAPE, Statistics(8, 1), target)
+    target = random_ends(config, CPU, torch.bfloat16)
+    made = Replica(0, CPU, Job.from_mapping(values, "test"), config, SHAPE, Statistics(8, 1), target)
     made.warm_up("eager")
     made.load(None, random_rows(SHAPE, 256, 1)[0])
     made.features.normal_(generator=torch.Generator().manual_seed(0))
     return made
 
 
-def gradient(choice: str) -> Tensor:
-    made = replica(choice)
+def gradient(choice: str, config: DrafterConfig = CONFIG) -> Tensor:
+    made = replica(choice, config)
     made._forward_backward()
     return torch.cat([slope.flatten().float() for slope in made._gradients])
 
@@ -347,11 +347,13 @@ def test_what_is_evaluated_and_exported_is_in_16_bits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # what torch warns of while it compiles is no failed compilation
 def test_compiled_steps_are_the_eager_ones_but_for_other_roundings() -> None:
-    eager = gradient("head+mlp")
+    small = dataclasses.replace(CONFIG, layers=1)
+    eager = gradient("head+mlp", small)
     with on_device(CPU):
-        made = replica("head+mlp")
+        made = replica("head+mlp", small)
         result = made.warm_up("compiled")
         assert result.execution == "compiled", result.reason
         made.load(None, random_rows(SHAPE, 256, 1)[0])

@@ -14,7 +14,7 @@ import torch
 
 import remote_payload
 from remote_payload.tools import probe
-from remote_payload.train import execution
+from remote_payload.train import execution, fp8
 
 PAYLOAD = Path(remote_payload.__file__).parent
 
@@ -123,3 +123,21 @@ def outcome(mode: str, where: str) -> Any:
     command = [sys.executable, str(PAYLOAD), "probe-mode", given, "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_8_bit_products_are_refused_where_they_cannot_run_and_an_unknown_choice_names_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert probe.main("cpu", "all") == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] is False and said["error"].startswith("fp8 = 'all': cpu has no 8-bit matrix units")
+    assert probe.main("cpu", "heads") == 1
+    assert "expected one of none, head, mlp, head+mlp, all" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_every_mode_is_tried_with_the_parts_that_multiply_8_bit_numbers(
+    answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "refuse", lambda device: None)
+    answers.update(dict.fromkeys(("compiled", "eager"), "import sys; print('{\"step_ms\": 1.5}')"))
+    assert {record["fp8"] for record in probe.probe("cpu", "mlp")} == {"mlp"}
