@@ -44,6 +44,7 @@ from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import RunControl
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Contribution, Reduction
+from remote_payload.train.useful_work import matmul_ceiling
 
 RUNGS = (execution.GRAPH, execution.COMPILED, execution.EAGER)
 
@@ -66,21 +67,6 @@ def config_of(shape: Shape) -> DrafterConfig:
         mask_token_id=shape.vocabulary - 1,
         max_positions=40960,
     )
-
-
-def matmul_ceiling(device: torch.device) -> float:
-    """FLOP/s of a bfloat16 (on a CPU float32) product of random matrices, 8192 (on a CPU 1024) each side."""
-    cuda = device.type == "cuda"
-    side, dtype, repeats = (8192, torch.bfloat16, 20) if cuda else (1024, torch.float32, 3)
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in "ab")
-    for _ in range(3):
-        a @ b
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        a @ b
-    _wait(device)
-    return 2 * side**3 * repeats / (time.perf_counter() - start)
 
 
 def measure(
@@ -214,11 +200,6 @@ def _profile(step: Any, replica: Replica, path: Path) -> None:
     for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1])):
         lines.append(f"{sum(times) / 3e3:8.3f} ms {len(times) / 3:6.1f} x  {name[:150]}")
     path.write_text("\n".join(lines) + "\n")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def table(results: list[dict[str, Any]]) -> str:

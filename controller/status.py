@@ -179,6 +179,7 @@ def _training(state: RunState) -> list[str]:
     lines.append(
         f"{figures.short(p.tokens_per_s)} tokens/s, {figures.seconds(p.step_s)} a step, "
         f"{safe_line(p.execution) or 'execution not yet decided'}"
+        f"{'' if p.mfu_share is None else f', MFU {figures.share(p.mfu_share)}'}"
     )
     if p.checkpoint_step is not None:
         age = state.container_age(p.checkpoint_t)

@@ -101,6 +101,13 @@ class Batch:
         return sum(self.lengths)
 
     @property
+    def pairs(self) -> float:
+        """Pairs of a block's token and a key that it sees: context below the anchor, and its block."""
+        row, block = self.row, self.row.block_tokens.shape[1]
+        used = row.starts < len(row.positions)
+        return float(((row.anchors - row.starts + block) * used).sum()) * block
+
+    @property
     def padding_share(self) -> float:
         """Share of the target's tokens that are padding."""
         return 1.0 - self.tokens / self.ids.numel()

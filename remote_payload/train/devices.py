@@ -11,15 +11,26 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from remote_payload.job import JobError
 
+Found = TypeVar("Found")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number types of weights by the names that jobs, configs and records use."""
+
+DRAFTERS_FIRST = -1
+"""Priority of a drafter's stream, before a target's on a GPU that has both. As equals each would get half
+of it, and a drafter that needs more would hold up the targets of all other GPUs."""
+
+WAKE_S = 0.1
+"""The main thread looks so often for signals while it waits."""
 
 
 def resolve_devices(names: list[str]) -> list[str]:
@@ -45,11 +56,32 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def aside(work: Callable[[], Found]) -> Found:
+    """What `work` gives or raises, in a worker thread: the main one takes signals and touches no device."""
+    given: list[Found] = []
+    failed: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            given.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(guarded,), name="aside")
+    thread.start()
+    while thread.is_alive():
+        thread.join(WAKE_S)
+    if failed:
+        raise failed[0]
+    return given[0]
+
+
 @contextlib.contextmanager
-def on_device(device: torch.device, cores: int | None = None) -> Iterator[None]:
+def on_device(device: torch.device, cores: int | None = None, priority: int = 0) -> Iterator[None]:
     """What every worker does first: its device, a stream of its own, backward in its own thread.
 
     `cores` is for one on a CPU that wants fewer than the job gives it; it holds for this thread alone.
+    `priority` is that of the stream on a GPU, lower first.
 
     With multithreaded autograd off, backward runs in the thread that called it, so that configuration,
     thread-local state and a later capture all belong to one thread.
@@ -65,7 +97,7 @@ def on_device(device: torch.device, cores: int | None = None) -> Iterator[None]:
                 torch.set_num_threads(everybody)
             return
         torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(torch.cuda.Stream(device, priority)):
             yield
 
 

@@ -22,6 +22,7 @@ from remote_payload.train.batch import Batch
 from remote_payload.train.dataset import DataError
 from remote_payload.train.devices import compute_dtype, dtype_name, on_device, turn
 from remote_payload.train.features import Features
+from remote_payload.train.flops import ForwardWork
 from remote_payload.train.objective import needs_teacher
 from remote_payload.train.progress import gib
 from remote_payload.train.run import Run
@@ -86,6 +87,7 @@ def run_target(
             status.enter("loading")
             target = load_target(run, number, device)
             forward = TargetPass(target, needs_teacher(run.job), number)
+            work = ForwardWork.of(target, needs_teacher(run.job))
             if run.cache is None:
                 status.enter("waiting for its turn to warm up")
                 with execution.WARM_UP_LOCK:
@@ -100,7 +102,7 @@ def run_target(
                 bucket=batch.bucket,
                 samples=batch.samples,
             )
-            features = compute_features(run, forward, batch)
+            features = compute_features(run, forward, work, batch)
             status.enter("waiting for the drafters")
             replica, place = batch.sequence % run.replicas, batch.sequence // run.replicas
             run.features[replica].put(place, features)
@@ -183,8 +185,8 @@ def say_target_ready(run: Run, number: int, forward: TargetPass, result: WarmUp)
     run.log(line)
 
 
-def compute_features(run: Run, forward: TargetPass, batch: Batch) -> Features:
-    """The features of a batch, from the cache where it has them."""
+def compute_features(run: Run, forward: TargetPass, work: ForwardWork, batch: Batch) -> Features:
+    """The features of a batch, from the cache where it has them; `work` is what a pass takes."""
     device = forward.target.device
     cuda = device.type == "cuda"
     pinned = any(name.startswith("cuda") for name in run.job.drafters)
@@ -194,6 +196,7 @@ def compute_features(run: Run, forward: TargetPass, batch: Batch) -> Features:
         torch.cuda.reset_peak_memory_stats(device)
     with turn(device):
         packed = forward.packed(batch.ids, batch.lengths)
+    run.useful.add(work.flops(batch.lengths))
     if run.cache is not None:
         run.cache.store(batch.samples, batch.lengths, packed)
         kept = run.cache.read(batch.samples, pinned=pinned)

@@ -41,6 +41,7 @@ from remote_payload.train.sync import Reduction
 from remote_payload.train.target import check_mask_token, read_config, special_ids
 from remote_payload.train.target_config import rope_differences
 from remote_payload.train.unusable import DataError, Findings, Skipped
+from remote_payload.train.useful_work import UsefulWork, ceiling_of
 
 DATASET_CACHE = Path("cache", "datasets")
 """Where in the workspace converted datasets lie."""
@@ -181,6 +182,7 @@ def prepare(
         saver=Saver(control),
         init_from=init_from,
         loaded=loaded,
+        useful=UsefulWork(ceiling_of([*job.targets, *job.drafters])),
     )
     if resuming:
         go_on(run, resume)

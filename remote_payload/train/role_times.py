@@ -9,14 +9,12 @@ inductor's cache spares those that follow all but some seconds.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import gc
-import threading
 import time
-from typing import Any
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +23,16 @@ from remote_payload.job import Job, JobError
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan
-from remote_payload.train.devices import compute_dtype, on_device
+from remote_payload.train.devices import DRAFTERS_FIRST, aside, compute_dtype, on_device
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.features import Features
 from remote_payload.train.objective import needs_teacher
 from remote_payload.train.replica import Replica
 from remote_payload.train.roles import RoleTimes
 from remote_payload.train.run_control import RunControl
-from remote_payload.train.target_layout import Layout, Packed, Padded
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
+from remote_payload.train.target_layout import Layout, Packed, Padded
 from remote_payload.train.target_pass import TargetPass
 
 SAMPLED = 6
@@ -42,9 +40,6 @@ SAMPLED = 6
 
 ROWS = 4
 """Rows and steps that the drafter is timed on."""
-
-WAKE_S = 0.1
-"""The main thread looks so often for signals while it waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,24 +70,9 @@ def measure_roles(
 ) -> MeasuredRoles | None:
     """Time a target on the device `first` and a drafter on `last`; None when the run was asked to stop.
 
-    Called by the main thread, which waits meanwhile. Raises JobError for what does not fit or cannot work.
+    Raises JobError for what does not fit or cannot work.
     """
-    found: list[MeasuredRoles | None] = []
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(_measure(job, sources, torch.device(first), torch.device(last), control))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="roles")
-    thread.start()
-    while thread.is_alive():
-        thread.join(WAKE_S)
-    if failed:
-        raise failed[0]
-    return found[0]
+    return aside(lambda: _measure(job, sources, torch.device(first), torch.device(last), control))
 
 
 def _measure(
@@ -119,7 +99,7 @@ def _measure(
     if control.stop.is_set():
         return None
     beside = " beside a target" if first == last else ""
-    with on_device(last), _memory_for(f"a drafter{beside}", last) as peak:
+    with on_device(last, priority=DRAFTERS_FIRST), _memory_for(f"a drafter{beside}", last) as peak:
         alone = dataclasses.replace(job, targets=[str(first)], drafters=[str(last)])
         with execution.WARM_UP_LOCK:
             row_s, step_s, rung = _time_drafter(alone, sources, target, features, last)

@@ -29,6 +29,7 @@ from remote_payload.train.saver import Saver
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Reduction
 from remote_payload.train.target import Target
+from remote_payload.train.useful_work import UsefulWork
 
 Log = Callable[[str], None]
 
@@ -100,6 +101,8 @@ class Run:
     """Step (from 1) and batch of the rows since the last report, of all replicas."""
 
     says_bottleneck: Periodic = dataclasses.field(default_factory=Periodic)
+    useful: UsefulWork = dataclasses.field(default_factory=UsefulWork)
+    """Operations of both sides, for MFU."""
     training_s: float = 0.0
     """Seconds from the first step's start to the last step's end."""
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.bottleneck import Waiting
-from remote_payload.train.devices import on_device, turn
+from remote_payload.train.devices import DRAFTERS_FIRST, on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
+from remote_payload.train.flops import step_flops
 from remote_payload.train.nonfinite import say_nonfinite
+from remote_payload.train.progress import rounded
 from remote_payload.train.reducing import say_choice
 from remote_payload.train.replica import Replica
 from remote_payload.train.resume import restore
@@ -34,7 +36,7 @@ from remote_payload.train.warm_up import StepDown
 def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
     """A drafter replica: build, warm up in turn, then train step by step in lockstep with the others."""
     device = torch.device(status.device)
-    with on_device(device):
+    with on_device(device, priority=DRAFTERS_FIRST):
         status.enter("waiting for the targets to load")
         # All of them: while transformers loads a model, what it patches in torch is patched for every thread.
         targets = [target.wait() for target in run.targets]
@@ -136,6 +138,8 @@ def warm_up(run: Run, replica: Replica) -> None:
 def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
     """All steps of one replica."""
     clock = StepClock(run.first_step, run.progress.tokens)
+    if replica.number == 0:
+        run.useful.share()  # the next answer is of the steps alone
     graphs = execution.compiled_graphs()
     reported = run.first_step
     leads = replica.number == 0
@@ -167,6 +171,7 @@ def train(run: Run, replica: Replica, status: ThreadStatus) -> None:
             run.progress.update(step=done, epoch=round(done * run.rows_per_step / run.batches_per_epoch, 4))
         for batch, seconds in rows:
             run.progress.row_done(batch, seconds + (time.perf_counter() - started) / len(rows))
+            run.useful.add(step_flops(run.config, batch.tokens, batch.drawn, batch.pairs))
         if leads and (agreed.report or agreed.stop):
             report(run, replica, status, statistics, clock, rate, done - reported, rows)
             reported = done
@@ -235,6 +240,7 @@ def report(
     run.watch.read(reading.tau_estimate, steps)
     run.progress.read(reading, steps)
     rates = clock.report(run.step, run.steps, run.progress.tokens)
+    rates["mfu_share"] = rounded(run.useful.share(), 3)
     batch = rows[-1][0] if rows else None
     say_nonfinite(run, taken, status)
     while run.trained and run.trained[0][0] <= run.step:
@@ -254,6 +260,7 @@ def report(
         **run.progress.coverage(),
         tokens_per_s=rates["tokens_per_s"],
         step_s=rates["step_s"],
+        mfu_share=rates["mfu_share"],
         queues=run.progress.queue_depths(),
         bucket=batch.bucket if batch else None,
     )

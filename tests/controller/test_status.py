@@ -49,7 +49,7 @@ def test_a_person_sees_state_step_loss_and_where(tmp_path: Path) -> None:
     assert "LIVE" in text
     assert "news of 1.2s ago" in text
     assert "step 12,345 of 50,000 (25%)" in text
-    assert "loss " in text
+    assert "loss " in text and "MFU 38%" in text
     assert "tau " in text
     assert "job qwen3-8b on gpu1/200, attempt 1" in text
 

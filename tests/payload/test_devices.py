@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from remote_payload.job import JobError
-from remote_payload.train.devices import compute_dtype, on_device, resolve_devices, turn
+from remote_payload.train.devices import aside, compute_dtype, on_device, resolve_devices, turn
 
 CPU = torch.device("cpu")
 
@@ -89,3 +89,9 @@ def test_a_worker_runs_backward_in_its_own_thread() -> None:
     thread.start()
     thread.join()
     assert seen == ["worker"]
+
+
+def test_work_aside_runs_in_a_thread_of_its_own_and_hands_over_what_it_gives_or_raises() -> None:
+    assert aside(lambda: threading.current_thread() is threading.main_thread()) is False
+    with pytest.raises(ValueError, match="no"):
+        aside(lambda: int("no"))
