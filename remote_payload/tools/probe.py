@@ -65,7 +65,6 @@ def probe(device: str = "auto", fp8: str = "none", limit: float = LIMIT_S) -> It
     """
     import torch
 
-    from remote_payload.train.devices import resolve_devices
     from remote_payload.job import JobError
     from remote_payload.train.devices import resolve_devices
     from remote_payload.train.execution import refuse_trees
