@@ -39,8 +39,18 @@ def _fetch(
 
 
 @gluon.jit
-def _masked(scores, first, starts, anchors, rows, G: gl.constexpr, B: gl.constexpr, N: gl.constexpr):
-    place = first + gl.arange(0, N, gl.SliceLayout(0, scores.type.layout))
+def _masked(
+    scores,
+    first,
+    starts,
+    anchors,
+    rows,
+    G: gl.constexpr,
+    B: gl.constexpr,
+    N: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    place = first + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
     block = rows // (G * B)
     low = gl.load(starts + block).to(gl.int32)
     high = gl.load(anchors + block).to(gl.int32)
@@ -145,7 +155,7 @@ def forward_kernel(
         mbarrier.wait(k_full.index(0), 0)
         scores = warpgroup_mma(q_rows, k.index(0).permute((1, 0)), zero, use_acc=False)
         if whole == 0:
-            scores = _masked(scores, begin, starts, anchors, rows, G, B, N)
+            scores = _masked(scores, begin, starts, anchors, rows, G, B, N, scores_layout)
         gl.thread_barrier()
         _fetch(keys, k, k_full, begin, STAGES, count, head, N, D, STAGES)
         above = gl.maximum(top, gl.max(scores, 1) * bits)
@@ -165,7 +175,7 @@ def forward_kernel(
             longer = warpgroup_mma(p, v.index(i % STAGES), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(s,))
             if ahead >= whole:
-                scores = _masked(scores, begin + ahead * N, starts, anchors, rows, G, B, N)
+                scores = _masked(scores, begin + ahead * N, starts, anchors, rows, G, B, N, scores_layout)
             above = gl.maximum(top, gl.max(scores, 1) * bits)
             p32 = gl.exp2(scores * bits - above[:, None])
             shrink = gl.exp2(top - above)
