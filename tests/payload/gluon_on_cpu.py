@@ -1,7 +1,7 @@
 """Just enough of Gluon on torch's CPU tensors to run the kernels for Hopper, one program after the other.
 
 What a device does later is done here either as early or as late as it may be (`EARLY`, `LATE`): a copy when
-it is issued or when its barrier is waited for, a product when it is issued or when it is waited for, with what
+it is issued or when its barrier is waited for, a product when it is issued or when waited for, with what
 shared memory holds then. Shared memory begins as NaN. So a buffer that is filled again while a product still
 reads it, or read before it is full, gives wrong numbers in one of the two; a barrier whose phase never comes
 is an error. Layouts, registers and threads are not simulated: only a GPU shows those.
