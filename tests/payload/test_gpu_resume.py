@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from remote_payload import rundir
 from tests.payload.test_resume import KilledAfter, report_every_step
 from tests.payload.tiny import write_model
 from tests.payload.trial import Trial
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # what torch warns of while it compiles is no failed compilation
+    pytest.mark.timeout(900),  # four trainers one after the other: each imports, compiles and proves a graph
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
@@ -37,8 +41,33 @@ def trial(workspace: Path, name: str) -> Trial:
         checkpoint_every=15,
         eval_every=20,
     )
-    run.patience_s = 240.0
+    run.patience_s = 300.0
     return run
+
+
+class KilledOnceSaved(KilledAfter):
+    """SIGKILL in the middle of a step after `step`, when the checkpoint of step 30 is whole.
+
+    It is written beside training, and 40 steps of so small a drafter take less time than a file's sync.
+    """
+
+    def __init__(self, step: int, checkpoint: Path) -> None:
+        super().__init__(step)
+        self.checkpoint = checkpoint
+
+    def __call__(self) -> None:
+        super().__call__()
+        from remote_payload.train import training
+
+        killing = training.run_rows
+
+        def wait_and_run(run: Any, replica: Any, status: Any, number: int) -> Any:
+            deadline = time.monotonic() + 60
+            while number == self.step and not self.checkpoint.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return killing(run, replica, status, number)
+
+        training.run_rows = wait_and_run
 
 
 def losses(run: Trial) -> dict[int, float]:
@@ -49,7 +78,8 @@ def test_a_killed_run_goes_on_by_graph_with_the_losses_of_the_whole_one(tmp_path
     write_model(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32)
     whole, killed = trial(tmp_path, "whole"), trial(tmp_path, "killed")
     assert whole.fork(report_every_step) == 0, whole.log
-    assert killed.fork(KilledAfter(34)) == -signal.SIGKILL, killed.log
+    saved = killed.run_dir / rundir.CHECKPOINTS / "step-30"
+    assert killed.fork(KilledOnceSaved(34, saved)) == -signal.SIGKILL, killed.log
     assert killed.fork(report_every_step, attempt=2) == 0, killed.log
     (resume,) = killed.events("resume")
     assert resume["from_step"] == 30

@@ -59,12 +59,13 @@ class Trial:
             ).returncode
 
     def start(self, fault: Fault | None = None, attempt: int = 1) -> None:
-        """Fork the trainer from the server and let it run."""
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(
+        """Fork the trainer from the server and let it run; for a GPU a new process, as CUDA is not forked."""
+        on_gpu = any(device != "cpu" for device in (*self.job.targets, *self.job.drafters))
+        context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+        context.set_forkserver_preload(
             ["remote_payload.train.main", "transformers.models.qwen3.modeling_qwen3", "tests.payload.trial"]
         )
-        self._process = server.Process(target=_train, args=(self.run_dir, fault, attempt))
+        self._process = context.Process(target=_train, args=(self.run_dir, fault, attempt))
         self._process.start()
 
     def finish(self) -> int:
