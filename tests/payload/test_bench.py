@@ -99,3 +99,13 @@ def test_the_pipeline_bench_runs_on_a_cpu(tmp_path: Path) -> None:
     for name in ("targets alone", "drafters alone", "together"):
         assert found[name]["tokens_per_s"] > 0 and 0 <= found[name]["idle"]["cpu"] < 1
     assert set(found["together"]["idle"]) == {"targets", "drafters", "cpu"}
+
+
+@pytest.mark.slow
+def test_the_target_bench_runs_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "target.json"
+    assert "eager" in run("bench.target", "--tiny", "--device", "cpu", "--batches", "3", "--json", str(file))
+    (tiny,) = json.loads(file.read_text())["kinds"]
+    (eager,) = tiny["ways"]
+    assert eager["seconds"] > 0 and 0 < eager["mfu"] < 1 and eager["apart_from_eager"] == 0
+    assert 0.5 < tiny["real_share"] <= 1
