@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.pipeline import in_threads
+from bench.pipeline_parts import in_threads
 from bench.shapes import SHAPES, Shape
 from bench.step import config_of
 from remote_payload.train.devices import dtype_name

@@ -94,11 +94,25 @@ def test_the_step_bench_runs_on_a_cpu_and_leaves_a_table_and_json(tmp_path: Path
 def test_the_pipeline_bench_runs_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.json"
     words = ("--tiny", "--device", "cpu", "--execution", "eager", "--batches", "4", "--json", str(file))
-    assert "together" in run("bench.pipeline", *words)
+    *lines, last = run("bench.pipeline", *words).splitlines()
     found = json.loads(file.read_text())
+    assert json.loads(last) == found
+    assert [line[:20].strip() for line in lines] == ["what", "targets alone", "drafters alone", "together"]
     for name in ("targets alone", "drafters alone", "together"):
         assert found[name]["tokens_per_s"] > 0 and 0 <= found[name]["idle"]["cpu"] < 1
-    assert set(found["together"]["idle"]) == {"targets", "drafters", "cpu"}
+        assert found[name]["recompiles"] == 0
+    assert found["together"]["drafters_wait_for_features"] > 0
+
+
+@pytest.mark.slow
+def test_the_suite_of_two_devices_measures_every_split_beside_its_prediction() -> None:
+    words = ("--suite", "two", "--tiny", "--device", "cpu", "--execution", "eager", "--batches", "4")
+    found = json.loads(run("bench.pipeline", *words).splitlines()[-1])
+    splits = {name: value for name, value in found.items() if "+" in name}
+    sizes = [(len(split["targets"]), len(split["drafters"])) for split in splits.values()]
+    assert sizes == [(1, 1), (2, 1), (2, 2)]
+    assert all(split["predicted_ms"] > 0 and split["batch_ms"] > 0 for split in splits.values())
+    assert found["scaling"] > 0 and found["host_step_ms"] > 0
 
 
 @pytest.mark.slow
