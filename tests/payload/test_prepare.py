@@ -374,6 +374,7 @@ def test_shares_that_are_missing_there_twice_or_of_other_data_are_refused(
         (["--target", "/no/such/model"], "there is no such folder"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--shard", "4/5"], "has 4 prompts, none for it"),
         (["--out", "/dev/null/data"], "--out /dev/null/data: Not a directory"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
     ],
