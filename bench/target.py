@@ -196,7 +196,7 @@ def run(kind: str, device: torch.device, arguments: argparse.Namespace) -> dict[
         some = [forward.packed(*batch) for batch in batches[:2]]
         if way == "eager":
             eager = some
-        parted = max((apart(*pair) for pair in zip(some, eager, strict=False)), default=None)
+        parted = max((apart(*pair)[0] for pair in zip(some, eager, strict=False)), default=None)
         result |= {"mfu": useful / result["seconds"] / ceiling, "apart_from_eager": parted}
         found["ways"].append(result)
         print(

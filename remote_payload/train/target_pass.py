@@ -40,6 +40,9 @@ OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """How far, as a share of a token's features and in the mean over tokens, a replay may be from the model's own
 pass: of padded rows by the same kernels, and of packed rows or compiled layers, which round elsewhere."""
 
+WORST = 10
+"""How many times that one token may be off; the first of a document that sees another's end is much more."""
+
 
 class TargetPass:
     """The forward passes of one target; used by that target's thread alone."""
@@ -139,10 +142,13 @@ class TargetPass:
             self._stage(layout, shape, ids, lengths)
             self._out.fill_(torch.nan)
             graph.replay()
-            parted = apart(self._collect(layout, shape, lengths), wanted)
+            parted, worst = apart(self._collect(layout, shape, lengths), wanted)
             del wanted
-            if not parted <= bound:
-                raise RuntimeError(f"the replay of {shape} differs from the model's own pass by {parted:.1%}")
+            if not (parted <= bound and worst <= WORST * bound):
+                raise RuntimeError(
+                    f"the replay of {shape} differs from the model's own pass by {parted:.1%},"
+                    f" at one token by {worst:.0%}"
+                )
             self.apart = max(self.apart, parted)
             if not self._graphs:
                 self._compare_times(result, rung, graph, own)
@@ -229,10 +235,11 @@ class TargetPass:
         gc.collect()
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
-    """How far features are from others [n, W], as a share of each token's, in the mean."""
+def apart(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """How far features are from others [n, W], as a share of each token's: in the mean, and at the worst."""
     shares = [
         (mine.float() - other.float()).norm(dim=-1) / other.float().norm(dim=-1).clamp(min=1e-9)
         for mine, other in zip(found.split(1024), wanted.split(1024), strict=True)
     ]
-    return float(torch.cat(shares).nan_to_num(torch.inf).mean())
+    each = torch.cat(shares).nan_to_num(torch.inf)
+    return float(each.mean()), float(each.max())
