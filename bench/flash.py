@@ -29,6 +29,11 @@ FLEX_LAUNCHES = 5
 
 def compare(shape: str, launches: int, profile: bool) -> None:
     """Print the table; says what fails and goes on with the rest."""
+    reason = "needs an NVIDIA GPU"
+    if not torch.cuda.is_available() or (
+        reason := unavailable(torch.device("cuda:0"), torch.bfloat16, SHAPES[shape].head_dim)
+    ):
+        raise SystemExit(f"FlashAttention-4 cannot run here: {reason}")
     thread = threading.Thread(target=_compare, args=(shape, launches, profile))
     thread.start()
     thread.join()
@@ -45,8 +50,6 @@ def _compare(name: str, launches: int, profile: bool) -> None:
         head_dim=shape.head_dim,
     )
     with on_device(device):
-        if (reason := unavailable(device, torch.bfloat16, sizes.head_dim)) is not None:
-            raise SystemExit(f"FlashAttention-4: {reason}")
         start = time.perf_counter()
         trial = Trial(sizes, device, torch.bfloat16)
         torch.cuda.synchronize()
