@@ -240,7 +240,7 @@ def report(
     run.watch.read(reading.tau_estimate, steps)
     run.progress.read(reading, steps)
     rates = clock.report(run.step, run.steps, run.progress.tokens)
-    rates["mfu_share"] = rounded(run.useful.share(), 3)
+    rates["mfu_share"] = rounded(run.useful.share(), 4)
     batch = rows[-1][0] if rows else None
     say_nonfinite(run, taken, status)
     while run.trained and run.trained[0][0] <= run.step:

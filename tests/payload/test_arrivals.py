@@ -8,6 +8,7 @@ import functools
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from remote_payload.job import Job
 from remote_payload.train.arrivals import SLOTS, Arrivals, CudaStreams
 from remote_payload.train.batch import Batch
 from remote_payload.train.features import Features
+from tests.payload.small_replica import make_replica, rows
 
 CPU = torch.device("cpu")
 OTHER = torch.device("meta")
@@ -223,3 +225,25 @@ def test_features_arrive_while_the_replicas_stream_is_busy(source: str) -> None:
             assert not busy.query(), "the copy waited for the step before"
         assert not busy.query()
         assert bool(seen.eq(1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_replica_reads_what_came_from_another_device_and_clears_what_a_longer_row_left(
+    tmp_path: Path, source: str
+) -> None:
+    if source != "cpu" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    device = torch.device("cuda:0")
+    replica = make_replica(tmp_path, device, "bfloat16", targets=[source], target_dtype="bfloat16")
+    assert len(replica._arrivals._slots) == SLOTS
+    (row, _), *_ = rows(tmp_path, 1)
+    width, read = replica.features.shape[1], []
+    for number, tokens in enumerate([512, 100, 300, 7]):
+        packed = torch.full((tokens, width), number + 1.0, dtype=torch.bfloat16)
+        packed = packed.pin_memory() if source == "cpu" else packed.to(source)
+        replica.load(Features(cast(Batch, None), packed, None), row)
+        read.append((tokens, replica.features.clone()))
+    for number, (tokens, seen) in enumerate(read):
+        assert bool(seen[:tokens].eq(number + 1).all()) and not bool(seen[tokens:].any())

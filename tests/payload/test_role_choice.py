@@ -150,3 +150,5 @@ def test_a_whole_run_measures_both_sides_of_its_one_device_and_trains_as_if_they
     for name, value in given.tensors(4).items():
         assert auto.tensors(4)[name].equal(value), name
     assert auto.exit["tokens"] == given.exit["tokens"]
+    assert auto.fork(attempt=2) == 0, auto.log
+    assert len(auto.events("roles")) == 1 and "Roles as chosen before: targets cpu" in auto.log
