@@ -232,7 +232,7 @@ def _one(arguments: argparse.Namespace, rung: str, fp8: str) -> dict[str, Any]:
     if arguments.flex is not None:
         command += ["--flex", json.dumps(arguments.flex)]
     if arguments.profile and rung != "reference":
-        command += ["--profile", str(arguments.profile) + "." + what.replace(" ", ".")]
+        command += ["--profile", f"{arguments.profile}.{what.replace(' ', '.').replace('+', '-')}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
     except subprocess.TimeoutExpired:

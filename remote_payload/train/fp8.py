@@ -5,7 +5,7 @@ slopes e5m2 (2 bits, but 30 powers of two). Every matrix has one scale, from its
 very step, so nothing overflows and nothing is remembered from step to step. A scale a row would be more
 precise only where rows differ by more than a float's exponent tells, and then the product by the weight,
 which sums over rows, would need other scales than the one by the input; the kernels with one scale are also
-the fastest (1,421 TFLOP/s for gate and up where 16 bits reach 712; facts of an earlier session).
+the fastest (`python -m bench.fp8_products`, bench/NOTES.md).
 
 Forward may round partial sums (fast accumulation); products of slopes do not, and they sum over up to the
 vocabulary. Masters, sums of gradients and everything between the products stay as they are, and so does the
