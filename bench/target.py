@@ -41,7 +41,7 @@ from remote_payload.train.target_shapes import packed_shapes, padded_shapes
 from remote_payload.train.useful_work import matmul_ceiling
 
 WAYS = ("eager", "padded", "packed", "compiled")
-GRAPHS = 4
+GRAPHS = 6
 """Shapes of each way; a run has up to twelve."""
 
 BUDGET = {"smollm2": 32768, "4b": 8192, "tiny": 512}
@@ -96,7 +96,8 @@ def make_plan(kind: str, texts: str) -> tuple[EpochPlan, np.ndarray]:
     """An epoch's batches, and the lengths of all texts."""
     budget, dice = BUDGET[kind], np.random.default_rng(0)
     if texts == "equal":
-        lengths = np.full(200, budget // 4 if kind == "4b" else min(190, budget // 4))
+        length = budget // 4 if kind == "4b" else min(190, budget // 4)
+        lengths = np.full(8 * (budget // length), length)
     else:
         lengths = np.clip(dice.lognormal(5.4, 0.8, 4000), 16, budget // 4).astype(np.int64)
     buckets = bucket_of(lengths, EDGES)

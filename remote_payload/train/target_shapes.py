@@ -31,6 +31,9 @@ MOST_GRAPHS = 12
 RUNGS = 16
 """Sizes of packed graphs that are told apart, up to the token budget."""
 
+WORTH = 0.002
+"""What one more packed graph must save, as a share of all, to be worth its capture."""
+
 TILE = 128
 """Tokens of a tile of queries in FlashAttention."""
 
@@ -114,7 +117,7 @@ def packed_shapes(
     while len(chosen) < most:
         saved = counts @ np.maximum(0, current[:, None] - costs)
         best = int(saved.argmax())
-        if not saved[best] > 0:
+        if saved[best] <= WORTH * (counts @ current):
             break
         chosen.append(needed[best])
         current = np.minimum(current, costs[:, best])
