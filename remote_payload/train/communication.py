@@ -42,6 +42,7 @@ from torch import Tensor
 from remote_payload.job import JobError
 from remote_payload.train import execution
 from remote_payload.train.agreement import Agreement, Contribution
+from remote_payload.train.devices import DRAFTERS_FIRST
 from remote_payload.train.run_control import RunControl, ThreadStatus
 
 TRIAL_LIMIT_S = 60.0
@@ -76,7 +77,7 @@ class Gpus:
 
     def side(self, device: torch.device) -> torch.cuda.Stream:
         """A new stream."""
-        return torch.cuda.Stream(device)
+        return torch.cuda.Stream(device, DRAFTERS_FIRST)  # every replica waits for a sum
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         """This thread's stream."""
