@@ -89,11 +89,31 @@ def _up_to_end(said: Tensor, ends: set[int]) -> list[list[int]]:
 
 def greedy(model: Any, pad: int, log: Log) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
     """The way to continue batches of prompts by so many tokens that suits the model and its device."""
-    if model.device.type == "cuda":
+    fixed: FixedSteps | None = None
+    if on_gpu(model):
         if (refusal := refuse_fixed(model)) is None:
-            return FixedSteps(model, pad, log).answer
-        log(f"Decoding by transformers' generate: {refusal}")
-    return lambda prompts, most: generate_greedy(model, prompts, most, pad)
+            fixed = FixedSteps(model, pad, log)
+        else:
+            log(f"Decoding by transformers' generate: {refusal}")
+
+    def answer(prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+        nonlocal fixed
+        if fixed is not None:
+            try:
+                return fixed.answer(prompts, most)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError) as error:
+                log(f"Decoding by transformers' generate from now on: {one_line(error)}")
+                fixed = None
+        return generate_greedy(model, prompts, most, pad)
+
+    return answer
+
+
+def on_gpu(model: Any) -> bool:
+    """Whether the model lies where a graph can be captured."""
+    return bool(model.device.type == "cuda")
 
 
 def refuse_fixed(model: Any) -> str | None:
@@ -139,7 +159,7 @@ class FixedSteps:
         self._pad = pad
         self._log = log
         self._ends = end_tokens(model)
-        self._by_graph = model.device.type == "cuda"
+        self._by_graph = on_gpu(model)
         self._proved = False
         self._most = sys.maxsize
         self._stream = torch.cuda.Stream(model.device) if self._by_graph else None

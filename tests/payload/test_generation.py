@@ -140,6 +140,26 @@ def test_on_a_cpu_transformers_generates() -> None:
     assert greedy(model, 0, silent)(PROMPTS, 5) == generate_greedy(model, PROMPTS, 5, 0)
 
 
+def test_what_fails_with_fixed_steps_is_answered_by_generate_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Fails:
+        def __init__(self, *_given: Any) -> None:
+            pass
+
+        def answer(self, *_given: Any) -> None:
+            raise RuntimeError("no kernel for this device")
+
+    model = model_of(LlamaConfig(**SIZES))
+    expected = generate_greedy(model, PROMPTS, 5, 0)
+    lines: list[str] = []
+    monkeypatch.setattr(generation, "FixedSteps", Fails)
+    monkeypatch.setattr(generation, "on_gpu", lambda _model: True)
+    answer = greedy(model, 0, lines.append)
+    assert answer(PROMPTS, 5) == answer(PROMPTS, 5) == expected
+    assert len(lines) == 1 and "no kernel for this device" in lines[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu_a_graph_says_what_plain_steps_say() -> None:
