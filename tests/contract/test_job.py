@@ -103,6 +103,7 @@ REFUSED: dict[str, Any] = {
     "target_attention": "fast",
     "target_execution": "fast",
     "drafters": [],
+    "roles": "best",
     "compute_dtype": "float16",
     "fp8": "both",
     "attention": "fast",
