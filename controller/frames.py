@@ -47,7 +47,7 @@ class Append:
     file: str
     generation: int
     offset: int
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ class FrameDecoder:
 
     def __init__(self, nonce: str) -> None:
         self._mark = nonce.encode() + b"\n"
-        self._buffer = bytearray()
+        self._rest = b""  # what is neither a body nor, so far, a line
+        self._small = bytearray()  # the body of a small file, which is handed on whole
         self._body: dict[str, Any] | None = None  # header whose bytes are still to come
         self._left = 0
         self._offset = 0
@@ -105,52 +106,47 @@ class FrameDecoder:
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that `data` completes, in order."""
-        buffer = self._buffer
-        buffer += data
-        if not self.started and not self._skip_noise():
-            return
+        if self._rest:
+            data = self._rest + data
         position = 0
         try:
-            while True:
+            if not self.started:
+                position = self._after_noise(data)
+            while self.started:
                 if self._body is not None:
-                    if self._left and len(buffer) - position < self._left and self._body["frame"] != "append":
-                        return  # a small file is handed on whole
-                    piece = bytes(memoryview(buffer)[position : position + self._left])
+                    piece = memoryview(data)[position : position + self._left]
                     if self._left and not piece:
                         return
                     position += len(piece)
                     frame = self._piece(piece)
-                    if frame is not None:
-                        yield frame
-                    continue
-                end = buffer.find(b"\n", position)
-                if end < 0:
-                    if len(buffer) - position > MAX_HEADER_BYTES:
-                        raise _nonsense("a header line without an end")
-                    return
-                line = bytes(memoryview(buffer)[position:end])
-                position = end + 1
-                frame = self._header(line)
+                else:
+                    end = data.find(b"\n", position)
+                    if end < 0:
+                        if len(data) - position > MAX_HEADER_BYTES:
+                            raise _nonsense("a header line without an end")
+                        return
+                    line = data[position:end]
+                    position = end + 1
+                    frame = self._header(line)
                 if frame is not None:
                     yield frame
         finally:
-            del buffer[:position]
+            self._rest = data[position:]
 
-    def _skip_noise(self) -> bool:
-        buffer = self._buffer
-        found = buffer.find(self._mark)
+    def _after_noise(self, data: bytes) -> int:
+        """Where the first frame begins in `data`; 0 while that is not known."""
+        found = data.find(self._mark)
         if found >= 0:
-            self.noise = bytes(buffer[:found][-65536:])
+            self.noise = data[:found][-65536:]
             self.started = True
-            del buffer[: found + len(self._mark)]
-            return True
-        self.noise = bytes(buffer[-65536:])
-        if len(buffer) > MAX_NOISE_BYTES:
+            return found + len(self._mark)
+        self.noise = data[-65536:]
+        if len(data) > MAX_NOISE_BYTES:
             raise ProtocolError(
                 f"the login printed more than {MAX_NOISE_BYTES} bytes and no feed began",
                 "look at what the account's shell start files print; a feed needs a quiet login",
             )
-        return False
+        return 0
 
     def _header(self, line: bytes) -> Frame | None:
         if len(line) > MAX_HEADER_BYTES:
@@ -192,7 +188,7 @@ class FrameDecoder:
     def _expect(self, record: dict[str, Any], size: int) -> None:
         self._body, self._left, self._ignored = record, size, False
 
-    def _piece(self, piece: bytes) -> Frame | None:
+    def _piece(self, piece: memoryview) -> Frame | None:
         header = self._body
         assert header is not None
         self._left -= len(piece)
@@ -200,11 +196,16 @@ class FrameDecoder:
             self._body = None
         if self._ignored:
             return None
-        if header["frame"] == "replace":
-            return Replace(header["file"], header["sequence"], piece)
-        offset = self._offset
-        self._offset += len(piece)
-        return Append(header["file"], header["generation"], offset, piece)
+        if header["frame"] == "append":
+            offset = self._offset
+            self._offset += len(piece)
+            return Append(header["file"], header["generation"], offset, piece)
+        self._small += piece
+        if self._left:
+            return None
+        content = bytes(self._small)
+        self._small.clear()
+        return Replace(header["file"], header["sequence"], content)
 
     def _hello(self, record: dict[str, Any]) -> Hello:
         for key, ours in (("protocol", rundir.PROTOCOL_VERSION), ("schema", rundir.SCHEMA_VERSION)):

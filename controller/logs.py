@@ -7,6 +7,8 @@ one line per change, and never ends a follower: the run decides how that ends, a
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
 import time
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, TextIO
 
 from controller.errors import DflashctlError, ProtocolError, RunLostError
-from controller.mirror_reader import MirrorReader, Piece
+from controller.mirror_reader import MOST_BYTES, MirrorReader, Piece
 from controller.suspension import Suspension
 from controller.text import safe_line
 from controller.trouble import Trouble
@@ -143,6 +145,7 @@ class _Printer:
         self._held = b""
         self._held_since = 0.0
         self._terminal = _is_terminal(out)
+        _widen(out)
         self._ends_a_line = True
 
     @property
@@ -152,11 +155,12 @@ class _Printer:
 
     def write(self, data: bytes) -> None:
         """Print `data` up to its last line end; a `\\r` ends a progress bar's state."""
-        data = self._held + data
+        if self._held:
+            data = self._held + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if len(data) - end > _LONGEST:
             end = whole_characters(data)
-        self._print(data[:end])
+        self._print(memoryview(data)[:end])
         self._held = data[end:]
         self._held_since = time.monotonic()
 
@@ -172,11 +176,17 @@ class _Printer:
         self._print(self._held)
         self._held = b""
 
-    def _print(self, data: bytes) -> None:
+    def _print(self, data: bytes | memoryview) -> None:
         if data:
             self._out.write(data)
             self._out.flush()
-            self._ends_a_line = data.endswith(b"\n")
+            self._ends_a_line = data[-1:] == b"\n"
+
+
+def _widen(out: BinaryIO) -> None:
+    """Let a pipe hold as much as is written at once: its reader is then woken less often."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no pipe, or not on Linux
+        fcntl.fcntl(out.fileno(), fcntl.F_SETPIPE_SZ, MOST_BYTES)
 
 
 def _is_terminal(out: BinaryIO) -> bool:

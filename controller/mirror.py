@@ -35,6 +35,7 @@ from controller.errors import (
 )
 from controller.feed_command import FeedCommand
 from controller.frames import Append, Beat, FeedRefusedError, Frame, FrameDecoder, Hello, Refusal, Replace
+from controller.freed_memory import keep_freed_memory
 from controller.health import Limits, judge
 from controller.mirror_files import MirrorFiles
 from controller.place import Place, Process
@@ -159,6 +160,7 @@ class Mirror:
     # the thread
 
     def _run(self) -> None:
+        keep_freed_memory()
         try:
             while not self._stop.is_set():
                 try:
@@ -317,7 +319,8 @@ class Mirror:
                     self._files.connection["last_heard"] = round(time.time(), 3)
                     if self._take(frame, greeted):
                         return True
-                self._announce()
+                if not self._files.filled:  # of older bytes readers are told below
+                    self._announce()
             if now >= next_ping:
                 process.send(b"{}\n")
                 next_ping = now + timing.ping_s

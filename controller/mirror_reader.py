@@ -17,7 +17,8 @@ from controller.extents import Extents
 from controller.mirror_files import MIRROR
 from remote_payload import rundir
 
-_MOST: Final = 1 << 18
+MOST_BYTES: Final = 1 << 20
+"""Of a piece, unless less is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class MirrorReader:
             self._record, self._key = {}, None
         return self._record
 
-    def read(self, most: int = _MOST) -> Piece | None:
+    def read(self, most: int = MOST_BYTES) -> Piece | None:
         """The next bytes, at most `most`; None when there are none now."""
         while True:
             generation, extents = self.known()

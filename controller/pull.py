@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LocalStateError, PullError
+from controller.freed_memory import keep_freed_memory
 from controller.place import Place, open_place
 from controller.pull_stream import PullStream, UnfitPayloadError
 from controller.run_place import RunPlace, payload_argv
 from controller.ship import pack, ship
-from controller.sink import Sink, in_chunks
+from controller.sink import Sink
 from controller.timing import Timing
 from controller.tui.figures import amount
 
@@ -151,6 +152,7 @@ class Pull:
 
     def run(self) -> list[Pulled]:
         """Pull everything. Raises PullError, and ConnectionLostError when no connection brings a byte."""
+        keep_freed_memory()
         tries = 0
         while True:
             before = self._received
@@ -233,7 +235,7 @@ class Pull:
                 file.seek(offset)
                 position = offset
                 with Sink(file, digest) as sink:
-                    for data in in_chunks(stream.data(), _CHUNK):
+                    for data in stream.data():
                         sink.put(data)
                         position += len(data)
                         self._received += len(data)

@@ -23,7 +23,7 @@ class PullStream:
     def __init__(self, process: Process, request: Mapping[str, Any], timing: Timing) -> None:
         self._process = process
         self._timing = timing
-        self._buffer = bytearray()
+        self._data, self._at = b"", 0  # received, and how much of it was read
         self._next_ping = 0.0
         self.sha256 = ""
         """Of the file whose `data` was read to its end, as the sender computed it."""
@@ -46,7 +46,7 @@ class PullStream:
             raise PullError(f"the place sends {safe_line(text(frame, 'file'))!r} where {name!r} was due")
         return whole(frame, "offset") or 0
 
-    def data(self) -> Iterator[bytes]:
+    def data(self) -> Iterator[memoryview]:
         """The bytes of the present file, to its end."""
         while True:
             frame = self._frame("data", "end")
@@ -57,10 +57,10 @@ class PullStream:
             if not 0 < left <= rundir.MAX_FRAME_BYTES:
                 raise PullError(f"the place sends a frame of {left} bytes")
             while left:
-                if not self._buffer:
-                    self._buffer += self._some()
-                piece = bytes(self._buffer[:left])
-                del self._buffer[:left]
+                if self._at == len(self._data):
+                    self._data, self._at = self._some(), 0
+                piece = memoryview(self._data)[self._at : self._at + left]
+                self._at += len(piece)
                 left -= len(piece)
                 yield piece
 
@@ -87,12 +87,12 @@ class PullStream:
             return frame
 
     def _line(self) -> bytes:
-        while (end := self._buffer.find(b"\n")) < 0:
-            if len(self._buffer) > _LONGEST_LINE:
+        while (end := self._data.find(b"\n", self._at)) < 0:
+            if len(self._data) - self._at > _LONGEST_LINE:
                 raise PullError("the place sent a line without an end")
-            self._buffer += self._some()
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
+            self._data, self._at = self._data[self._at :] + self._some(), 0
+        line = self._data[self._at : end]
+        self._at = end + 1
         return line
 
     def _some(self) -> bytes:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
 from io import FileIO
 from types import TracebackType
 from typing import Any, Final, Self
-
-from controller.errors import ConnectionLostError
 
 _QUEUED: Final = 16
 
@@ -24,11 +21,11 @@ class Sink:
     def __init__(self, file: FileIO, digest: Any) -> None:
         self._file = file
         self._digest = digest
-        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._queue: queue.Queue[memoryview | None] = queue.Queue(_QUEUED)
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="sink", daemon=True)
 
-    def put(self, data: bytes) -> None:
+    def put(self, data: memoryview) -> None:
         """Take `data`; waits while too much of it waits. Raises the OSError of an earlier write."""
         if self._error is not None:
             raise self._error
@@ -54,28 +51,9 @@ class Sink:
             if self._error is not None:
                 continue  # the rest is of no use, and whoever puts it must not wait
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[self._file.write(view) :]
+                left = data
+                while left:
+                    left = left[self._file.write(left) :]
                 self._digest.update(data)
             except OSError as error:
                 self._error = error
-
-
-def in_chunks(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of at least `size` but for the last; a lost connection loses none of them."""
-    held: list[bytes] = []
-    length = 0
-    try:
-        for piece in pieces:
-            held.append(piece)
-            length += len(piece)
-            if length >= size:
-                yield b"".join(held)
-                held, length = [], 0
-    except ConnectionLostError:
-        if held:
-            yield b"".join(held)
-        raise
-    if held:
-        yield b"".join(held)

@@ -59,7 +59,7 @@ def joined(frames: list[Frame]) -> list[Frame]:
             and (last.file, last.generation) == (frame.file, frame.generation)
             and last.offset + len(last.data) == frame.offset
         ):
-            whole[-1] = Append(last.file, last.generation, last.offset, last.data + frame.data)
+            whole[-1] = Append(last.file, last.generation, last.offset, b"".join((last.data, frame.data)))
         else:
             whole.append(frame)
     return whole
