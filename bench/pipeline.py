@@ -1,7 +1,7 @@
 """Targets and drafters at work together: how many tokens a second, and who waits for whom.
 
     python -m bench.pipeline [--shape 8b|4b|tiny] [--targets cuda:0,...] [--drafters cuda:0,...] [--batches N]
-                             [--rows B] [--suite two] [--json FILE]
+                             [--rows B] [--set KEY=VALUE ...] [--suite two] [--json FILE]
 
 Targets (at random, Qwen3 of the shape's width and depth) turn batches into features, replicas take them in
 order as in a training run: `TargetPass`, `Replica`, `OrderedQueue`, `Reduction` are the trainer's, each in a
@@ -37,6 +37,7 @@ import torch
 from bench.pipeline_parts import Parts, in_threads, make_parts, make_replicas
 from bench.shapes import SHAPES
 from bench.step import config_of
+from remote_payload.job import JobError
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch
 from remote_payload.train.devices import DRAFTERS_FIRST, on_device, turn
@@ -339,7 +340,7 @@ def measure_one(arguments: argparse.Namespace) -> dict[str, Any]:
     names = {side: getattr(arguments, side).split(",") for side in ("targets", "drafters")}
     targets, drafters = ([torch.device(name) for name in names[side]] for side in ("targets", "drafters"))
     parts = make_parts(SHAPES[arguments.shape], targets, arguments.rows, arguments.target_execution)
-    replicas, rungs, way = make_replicas(parts, drafters, arguments.execution)
+    replicas, rungs, way = make_replicas(parts, drafters, arguments.execution, arguments.set)
     both = Sides(parts.targets, replicas)
     ceilings = measure_ceilings(both.devices)
     sides = {
@@ -372,6 +373,9 @@ def main() -> None:
     parser.add_argument("--drafters", default=default, help="devices, separated by commas")
     parser.add_argument("--execution", default="auto", help="rung of the ladder for the drafters")
     parser.add_argument("--target-execution", default="auto", help="the same for the targets")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="another key of the drafters' job"
+    )
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--rows", type=int, default=4, help="documents in a batch")
     parser.add_argument("--suite", choices=["two"], help="several measurements on two GPUs")
@@ -379,13 +383,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device:
         arguments.targets = arguments.drafters = arguments.device
+    measuring = measure_one
     if arguments.suite:
-        from bench.pipeline_suite import measure_suite  # which imports this module
-
-        result = measure_suite(arguments)
-    else:
-        result = measure_one(arguments)
-    result = rounded(result)
+        from bench.pipeline_suite import measure_suite as measuring  # which imports this module
+    try:
+        result = rounded(measuring(arguments))
+    except JobError as error:
+        raise SystemExit(f"error: {error}") from None
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + os.linesep)
     print(json.dumps(result))

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.shapes import Shape
 from bench.step import config_of
-from remote_payload.job import Job
+from remote_payload.job import Job, parse_change
 from remote_payload.tools.synthetic import random_rows
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, RowShape
@@ -121,15 +121,19 @@ def random_batches(shape: Shape, row_shape: RowShape, rows: int) -> list[Batch]:
 
 
 def make_replicas(
-    parts: Parts, devices: Sequence[torch.device], wanted: str
+    parts: Parts, devices: Sequence[torch.device], wanted: str, changes: Sequence[str] = ()
 ) -> tuple[list[Replica], list[str], str]:
-    """Warm replicas on `devices` that go in lockstep; their rungs, and how gradients are added up."""
+    """Warm replicas on `devices` that go in lockstep; their rungs, and how gradients are added up.
+
+    `changes` are `key=value` for the job.
+    """
     config = config_of(parts.shape)
     named = {
         "targets": [str(forward.target.device) for forward in parts.targets],
         "drafters": [str(device) for device in devices],
     }
-    values = {"target": "random", "dataset": "random", "mask_token_id": config.mask_token_id, **named}
+    values: dict[str, Any] = dict(map(parse_change, changes))
+    values |= {"target": "random", "dataset": "random", "mask_token_id": config.mask_token_id, **named}
     job = Job.from_mapping(values, "bench")
     made: dict[int, tuple[Replica, str]] = {}
 
@@ -152,7 +156,7 @@ def make_replicas(
             replica.synchronise()
 
     control = RunControl()
-    reduction = Reduction(list(devices), control)
+    reduction = Reduction(list(devices), control, job.reduction)
     with reduction.serving() as summed:
         in_threads([(device, build, number) for number, device in enumerate(devices)], control)
     replicas, rungs = zip(*(made[number] for number in range(len(devices))), strict=True)

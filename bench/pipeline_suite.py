@@ -28,8 +28,8 @@ def measure_suite(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[arguments.shape]
     parts = make_parts(shape, pair, arguments.rows, arguments.target_execution)
     made_targets = time.perf_counter()
-    (single,), rung, _ = make_replicas(parts, pair[1:], arguments.execution)
-    double, rungs, way = make_replicas(parts, pair, arguments.execution)
+    (single,), rung, _ = make_replicas(parts, pair[1:], arguments.execution, arguments.set)
+    double, rungs, way = make_replicas(parts, pair, arguments.execution, arguments.set)
     warm = time.perf_counter()
     before = measure_ceilings(sorted(set(pair), key=str))
     sides = {
