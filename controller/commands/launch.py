@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from controller.inventory import Host
     from controller.launch import LaunchedRun
+    from remote_payload.job import Job
 
 
 ChangesOption = Annotated[
@@ -89,17 +90,15 @@ def launch(
     dflashctl launch --host gpubox --job mine.toml --restart on-crash
     dflashctl launch --host gpubox --job mine.toml --include data.arrow --set dataset=include:data.arrow
     """
-    from controller import jobs
-
     chosen = chosen_host(host, kind, container, user, port)
-    name, checked = jobs.load(job, with_restart(changes, restart))
     if dry_run:
-        _print_dry_run(chosen, name, checked.to_toml(), include or ())
+        _print_dry_run(chosen, *_loaded(job, changes, restart), include or ())
         return 0
     from controller.place import open_place
 
     with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
-        place.connect_soon()  # while the rest is imported and packed; the launch uses the same connection
+        place.connect_soon()  # while the job is read, and the rest imported and packed; nothing is sent yet
+        name, checked = _loaded(job, changes, restart)
         from controller.launch import launch as launch_run
 
         run = launch_run(
@@ -124,6 +123,13 @@ def launch(
     return code
 
 
+def _loaded(job: str, changes: list[str] | None, restart: str | None) -> tuple[str, Job]:
+    """The job's name and the job, as it is to run."""
+    from controller import jobs
+
+    return jobs.load(job, with_restart(changes, restart))
+
+
 def launch_record(run: LaunchedRun, host: Host) -> dict[str, str]:
     """What `launch --json` prints."""
     return {
@@ -136,7 +142,7 @@ def launch_record(run: LaunchedRun, host: Host) -> dict[str, str]:
     }
 
 
-def _print_dry_run(host: Host, name: str, job: str, include: Sequence[Path]) -> None:
+def _print_dry_run(host: Host, name: str, job: Job, include: Sequence[Path]) -> None:
     from controller.includes import collect
     from controller.ship import pack
 
@@ -153,4 +159,4 @@ def _print_dry_run(host: Host, name: str, job: str, include: Sequence[Path]) -> 
     say(f"then a run directory {run_dir} with the job below, and its trainer:")
     say(f"  {host.python} {directory}/remote_payload train {run_dir} 1")
     say("  its environment: " + (", ".join(host.env) or "bare"))
-    print(job, end="")
+    print(job.to_toml(), end="")
