@@ -262,7 +262,15 @@ def _most_memory(run_dir: Path) -> float | None:
 
 def table(workspace: Path) -> int:
     """Every named run of the workspace: a table on stderr, one JSON object a line on stdout."""
-    rows = [row(path.parent) for path in _named(workspace)]
+    rows = []
+    for path in _named(workspace):
+        if (path.parent / "exit.json").exists() and _last(path.parent, "step"):
+            rows.append(row(path.parent))
+        else:
+            print(
+                f"{path.read_text()}: no step is on record, or it has not ended: {path.parent}",
+                file=sys.stderr,
+            )
     shown = [
         *("name", "steps", "epochs", "loss", "tau", "tau_macro", "tau_unrepeated"),
         *("tokens_per_s", "step_s", "gpu_used_gib"),

@@ -70,12 +70,15 @@ def test_what_was_scored_on_all_held_out_prompts_counts_before_the_runs_own_eval
     scored = run_of(tmp_path, "main")
     run_of(tmp_path, "uniform")
     (scored / "score.json").write_text(json.dumps({"tau": 2.9, "tau_macro": 3.1, "rounds": 3060}))
+    (run_of(tmp_path, "killed") / "exit.json").unlink()
     assert train_smollm2.main(["--workspace", str(tmp_path), "table"]) == 0
     printed = capsys.readouterr()
     rows = {row["name"]: row for row in map(json.loads, printed.out.splitlines())}
     assert rows["main"]["tau"] == 2.9 and rows["main"]["evaluation"]["rounds"] == 3060
     assert rows["uniform"]["tau"] == 2.5
-    table = [line.split() for line in printed.err.splitlines()]
+    said, *lines = printed.err.splitlines()
+    assert said.startswith("killed: ") and "killed" not in rows
+    table = [line.split() for line in lines]
     assert table[0][:2] == ["name", "steps"] and {line[0] for line in table[1:]} == {"main", "uniform"}
     assert all(len(line) == len(table[0]) for line in table)
 
