@@ -6,7 +6,8 @@ In the rig: a real sshd, pct and container on this machine, so both ends share o
 just before a line's write() in the container to its arrival on the reader's pipe: `dflashctl logs --follow`
 and `ssh ... pct exec ... tail -F` are both connected all the time, and get lines in turns of 25.
 Throughput is the log's size over the time of a whole command less the time of the same command on an empty
-log: `dflashctl logs --all` (which also writes, syncs and checks a copy) beside `ssh ... pct exec ... cat`.
+log: `dflashctl logs --all` (which also writes, syncs and checks a copy) and `dflashctl pull` (which also
+hashes at both ends) beside `ssh ... pct exec ... cat`.
 Idle is a run that writes its status and progress and no log. CPU is that of the feed and of the `logs`
 process, by the scheduler's own count. JSON on stdout, a table on stderr.
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -152,35 +154,45 @@ def latency(rig: Rig, env: Mapping[str, str], lines: int, idle_s: float) -> dict
 
 
 def throughput(rig: Rig, env: Mapping[str, str], mib: int) -> dict[str, float]:
-    """One large log by both ways, each less its own start-up; the better of two rounds in turn."""
+    """One large log by each way, less the way's own start-up; the best of three rounds in turn."""
     line = b"step 1234  loss 2.345  tau~ 3.41  lr 3.0e-04  123k tok/s, a line as a trainer writes them\n"
     content = line * ((mib << 20) // len(line))
     walls: dict[tuple[str, str], float] = {}
-    for what, data in (("empty", b"begin\n"), ("large", content)) * 2:
+    for what, data in (("empty", b"begin\n"), ("large", content)) * 3:
         run = MirroredRun(rig, rate=0)
         try:
             (run.remote / "train.log").write_bytes(data)
+            pulled = run.local / "pulled"
             for who, argv in (
-                ("ours", command("logs", "--all", run.id)),
-                ("cat", ssh(rig, "cat", f"{run.there}/train.log")),
+                ("mib_s", command("logs", "--all", run.id)),
+                ("cat_mib_s", ssh(rig, "cat", f"{run.there}/train.log")),
+                ("pull_mib_s", command("-q", "pull", run.id, "log", "--to", str(pulled))),
             ):
-                began = time.monotonic()
-                process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-                assert process.stdout is not None
-                size = 0
-                while piece := os.read(process.stdout.fileno(), 1 << 20):
-                    size += len(piece)
-                process.stdout.close()
-                assert process.wait(60) == 0
+                wall, size = timed(argv, env)
+                if who == "pull_mib_s":
+                    size = (pulled / "train.log").stat().st_size
                 assert size == len(data), (who, size, len(data))
-                wall = time.monotonic() - began
                 walls[who, what] = min(wall, walls.get((who, what), wall))
         finally:
             run.close()
+            shutil.rmtree(run.local)  # or each copy would need memory that the machine never used before
     return {
-        name: len(content) / 2**20 / (walls[who, "large"] - walls[who, "empty"])
-        for name, who in (("mib_s", "ours"), ("cat_mib_s", "cat"))
+        who: len(content) / 2**20 / (walls[who, "large"] - walls[who, "empty"])
+        for who in ("mib_s", "cat_mib_s", "pull_mib_s")
     }
+
+
+def timed(argv: list[str], env: Mapping[str, str]) -> tuple[float, int]:
+    """Seconds to the end of a command, and bytes of its stdout."""
+    began = time.monotonic()
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    size = 0
+    while piece := os.read(process.stdout.fileno(), 1 << 20):
+        size += len(piece)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    return time.monotonic() - began, size
 
 
 def measure(rig: Rig, *, lines: int, mib: int, idle_s: float) -> dict[str, float]:
@@ -198,6 +210,7 @@ def table(found: Mapping[str, Any]) -> str:
         ("latency p50", "latency_ms_p50", "ms", f"tail {found['tail_latency_ms_p50']:.2f}, aim: +10"),
         ("latency p95", "latency_ms_p95", "ms", f"tail {found['tail_latency_ms_p95']:.2f}"),
         ("throughput", "mib_s", "MiB/s", f"cat {found['cat_mib_s']:.0f}, aim: 0.9 of it"),
+        ("throughput, pull", "pull_mib_s", "MiB/s", "aim: the same"),
         ("container, idle", "container_core_pct", "% of a core", "aim: 0.5"),
         ("laptop, idle", "laptop_core_pct", "% of a core", ""),
         ("container, 10 lines/s", "container_busy_core_pct", "% of a core", ""),

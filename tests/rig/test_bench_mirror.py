@@ -7,7 +7,8 @@ from tests.rig.rig import Rig
 
 KEYS = {
     "latency_ms_p50", "latency_ms_p95", "tail_latency_ms_p50", "tail_latency_ms_p95", "mib_s", "cat_mib_s",
-    "container_core_pct", "laptop_core_pct", "container_busy_core_pct", "laptop_busy_core_pct",
+    "pull_mib_s", "container_core_pct", "laptop_core_pct", "container_busy_core_pct",
+    "laptop_busy_core_pct",
 }  # fmt: skip
 
 
