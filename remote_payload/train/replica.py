@@ -33,6 +33,7 @@ from remote_payload.train.mask import TILE
 from remote_payload.train.objective import BlockScores, Objective, block_loss, chunk_scores, slots_in_use
 from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.output_head import OutputHead
+from remote_payload.train.replay import difference
 from remote_payload.train.row_buffer import RowBuffer
 from remote_payload.train.row_mask import DENSE, FLASH, FLEX, AttentionSizes, RowMask
 from remote_payload.train.statistics import Statistics
@@ -42,9 +43,6 @@ from remote_payload.train.weights import FlatWeights, SumPlace
 
 CLEARLY_SLOWER = 1.1
 """Compiled steps that take this much longer than eager ones are given up; less is noise of two timings."""
-
-REPLAY_BOUND = 1e-2
-"""How far, as a share, a replayed step may be from the compiled one it was captured from: only rounding."""
 
 
 def run_drafter(
@@ -209,9 +207,8 @@ class Replica:
         try:
             self._row_graph = execution.Graph(self._forward_backward, self.device)
             self._captured, self._gradients = self._gradients, ()
-            compared = self._compare_replay()
-            if compared > REPLAY_BOUND:
-                raise RuntimeError(f"a replayed step differs from the compiled one by {compared:.1%}")
+            if differing := self._compare_replay():
+                raise RuntimeError(differing)
             self.weights.collect(self._captured, first=True)
             # Entering a capture also gives back what compiled passes held: from here on only replays run.
             self._step_graph = execution.Graph(self.optimizer.apply, self.device)
@@ -343,8 +340,8 @@ class Replica:
                 best = min(best, time.perf_counter() - start)
         return best
 
-    def _compare_replay(self) -> float:
-        """How far a replay is from a compiled pass, of a row that was not captured; by the worst leaf."""
+    def _compare_replay(self) -> str | None:
+        """How a replay of a row that was not captured differs from a compiled pass; None: hardly."""
         row = _full_row(self.shape)
         row.anchors.div_(2, rounding_mode="floor")
         self.load(None, row)
@@ -354,12 +351,8 @@ class Replica:
         self._forward_backward()
         assert self._row_graph is not None
         self._row_graph.replay()
-        shares = [
-            (replayed - compiled).float().norm() / compiled.float().norm().clamp(min=1e-12)
-            for replayed, compiled in zip(self._captured, self._gradients, strict=True)
-        ]
-        self._gradients = ()
-        return float(torch.stack(shares).nan_to_num(torch.inf).max())
+        compiled, self._gradients = self._gradients, ()
+        return difference(self.weights.leaf_names, compiled, self._captured)
 
     def _clear(self) -> None:
         self.load(None, empty_row(self.shape))

@@ -82,6 +82,11 @@ class FlatWeights:
             begin += rows * columns
         self.leaves: list[Tensor] = [*self.joined, *(p for name, p in named if name not in grouped)]
         """What the training forward is differentiated by, in the order of the flat numbers."""
+        self.leaf_names = [
+            *(f"{group[0]} to {group[-1]}" for group in adjacent),
+            *(name for name, _ in named if name not in grouped),
+        ]
+        """The names of what each leaf holds."""
         self.direct = direct
         size = 0 if direct else self.masters.numel()
         self.local = torch.zeros(size, dtype=gradient, device=self.masters.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from remote_payload.train import execution
 from remote_payload.train import replica as replica_module
 from remote_payload.train.execution import COMPILED, EAGER, GRAPH
+from remote_payload.train.replay import difference
 from remote_payload.train.replica import Replica
 from tests.payload.small_replica import make_replica, rows, run_rows
 
@@ -120,6 +121,26 @@ def test_a_replay_that_computes_something_else_is_not_trusted(
     monkeypatch.setattr(execution, "Graph", Stale)
     result = make_replica(tmp_path, CPU, "float32").warm_up("graph")
     assert result.execution == COMPILED and "differs from the compiled one by" in result.reason
+    assert "in the gradient of " in result.reason
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "told"),
+    [
+        ((0,), "the gradient of fc.weight is not finite in the compiled step"),
+        ((1,), "the gradient of fc.weight is not finite in the replayed step"),
+        ((0, 1), "the gradient of fc.weight is not finite in the compiled and the replayed step"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_named_with_the_step_that_made_it(
+    spoilt: tuple[int, ...], told: str
+) -> None:
+    sides = [[torch.ones(3), torch.ones(2, 2)] for _ in range(2)]
+    names = ["norm.weight", "fc.weight"]
+    assert difference(names, *sides) is None
+    for side in spoilt:
+        sides[side][1][0, 1] = torch.inf
+    assert difference(names, *sides) == told
 
 
 def test_what_does_not_compile_runs_eagerly_with_the_reason(
