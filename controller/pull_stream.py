@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -113,7 +114,8 @@ class PullStream:
 
     def _ping(self) -> None:
         if time.monotonic() >= self._next_ping:
-            self._process.send(b"{}\n")
+            with contextlib.suppress(ConnectionLostError):  # it may have ended, and all of it be here to read
+                self._process.send(b"{}\n")
             self._next_ping = time.monotonic() + self._timing.ping_s
 
     def _send(self, line: Mapping[str, Any]) -> None:

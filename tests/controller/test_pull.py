@@ -155,6 +155,19 @@ def test_a_transfer_that_is_cut_goes_on_where_it_was_and_is_never_seen_half(remo
     assert len(remote.said) == 4 and all("going on in" in line for line in remote.said)
 
 
+def test_a_sender_that_is_done_before_all_is_read_is_no_lost_connection(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(self: Cut, data: bytes) -> None:
+        if data == b"{}\n":
+            raise ConnectionLostError("Socket is closed")
+        self._inner.send(data)
+
+    monkeypatch.setattr(Cut, "send", send, raising=False)
+    assert len(remote.pull("all")) > 5
+    assert remote.said == []
+
+
 def test_what_arrived_before_a_cut_is_not_sent_again_by_the_next_call(remote: Remote) -> None:
     remote.cuts = [2 << 20] + [0] * 9
     with pytest.raises(ConnectionLostError) as caught:
