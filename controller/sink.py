@@ -6,6 +6,7 @@ memory stays bounded: at most `_QUEUED` chunks wait.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from io import FileIO
@@ -13,6 +14,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 _QUEUED: Final = 16
+_UNSYNCED: Final = 64 << 20
+"""Most bytes that wait for the disk: it works beside the network, and little is left for the end."""
 
 
 class Sink:
@@ -47,6 +50,7 @@ class Sink:
             raise self._error
 
     def _run(self) -> None:
+        unsynced = 0
         while (data := self._queue.get()) is not None:
             if self._error is not None:
                 continue  # the rest is of no use, and whoever puts it must not wait
@@ -55,5 +59,9 @@ class Sink:
                 while left:
                     left = left[self._file.write(left) :]
                 self._digest.update(data)
+                unsynced += len(data)
+                if unsynced >= _UNSYNCED:
+                    os.fsync(self._file.fileno())
+                    unsynced = 0
             except OSError as error:
                 self._error = error
