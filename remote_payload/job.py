@@ -76,8 +76,8 @@ class Job:
     )
     target_execution: str = key(
         "auto",
-        "How the target's forward pass runs: by CUDA graphs of a few shapes, eager, or graphs where warm-up"
-        " proves them. compiled: graphs of layers that inductor has compiled.",
+        "How the target's forward pass runs. graph: by CUDA graphs of a few shapes. compiled: of layers that"
+        " inductor has compiled. auto: by the faster of these that warm-up proves, else eager.",
         one_of("auto", "graph", "compiled", "eager"),
         resumable=True,
     )

@@ -28,6 +28,7 @@ from remote_payload.job import JobError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+AUTO = "auto"
 GRAPH = "graph"
 COMPILED = "compiled"
 EAGER = "eager"
@@ -65,18 +66,21 @@ def decide(wanted: str, device: torch.device, version: str = torch.__version__) 
             COMPILED,
             "the job says so" if wanted == COMPILED else "inductor is safe in threads; fixed shapes",
         )
-    if wanted == "auto":
+    if wanted == AUTO:
         return GRAPH, "captured by hand in thread-local mode, which is safe in threads; fixed shapes"
     return wanted, "the job says so"
 
 
 def decide_target(wanted: str, device: torch.device) -> tuple[str, str]:
-    """The first rung to try for a job's `target_execution` on `device`, and the reason."""
+    """The first rung to try for a job's `target_execution` on `device`, and the reason.
+
+    For `auto` warm-up may leave it for a higher one.
+    """
     if wanted == EAGER:
         return EAGER, "the job says so"
     if device.type == "cpu":
         return EAGER, "a CPU has no CUDA graphs"
-    if wanted == "auto":
+    if wanted == AUTO:
         return GRAPH, "captured by hand in thread-local mode; a few shapes hold all batches"
     return wanted, "the job says so"
 

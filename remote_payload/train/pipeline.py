@@ -28,8 +28,8 @@ from remote_payload.train.progress import gib
 from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
-from remote_payload.train.target_pass import TargetPass
 from remote_payload.train.target_layout import Packed, Padded
+from remote_payload.train.target_pass import TargetPass
 from remote_payload.train.warm_up import WarmUp
 
 
@@ -173,6 +173,7 @@ def say_target_ready(run: Run, number: int, forward: TargetPass, result: WarmUp)
         layout=forward.layout and forward.layout.name,
         shapes=[dataclasses.asdict(shape) for shape in forward.layout.shapes] if forward.layout else [],
         graphs_gib=forward.gib,
+        apart=forward.apart,
     )
     for down in result.steps_down:
         run.events.write("step_down", target=number, old=down.old, new=down.new, reason=down.reason)

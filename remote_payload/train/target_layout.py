@@ -6,7 +6,8 @@ each document, and attention is kept within documents by their bounds (`target_a
 model that attends by sdpa in 16 bits, and hands positions and bounds on to every layer that looks at other
 tokens. Padded rows ask nothing of a model. Warm-up proves which holds.
 
-Everything that a pass reads travels as one piece of int64 from page-locked memory.
+Everything that a pass reads travels as one piece of int64 from page-locked memory. It is written by numpy,
+in one thread: torch would divide arrays of this size among all cores, and wait for the last of them.
 
 Shapes: B rows or documents, L tokens of the longest, n real tokens, T tokens of a graph, W features of a
 token.
@@ -19,6 +20,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Generic, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +58,10 @@ class Layout(abc.ABC, Generic[Shape]):
     @abc.abstractmethod
     def trial(self, shape: Shape) -> list[int]:
         """Lengths of documents that fill the shape."""
+
+    @abc.abstractmethod
+    def usual(self, shape: Shape) -> list[int]:
+        """Lengths of documents as batches have them, to time the shape by."""
 
     @abc.abstractmethod
     def size(self, shape: Shape) -> int:
@@ -97,19 +104,27 @@ class Packed(Layout[PackedShape]):
             lengths.append(min(length, shape.tokens - sum(lengths)))
         return [length for length in lengths if length]
 
+    def usual(self, shape: PackedShape) -> list[int]:
+        """As many as it has room for, of one length."""
+        documents = min(shape.documents, shape.tokens)
+        return [min(shape.longest, shape.tokens // documents)] * documents
+
     def size(self, shape: PackedShape) -> int:
         """See `Layout`."""
         return 2 * shape.tokens + shape.documents + 1
 
     def stage(self, shape: PackedShape, ids: Tensor, lengths: list[int], pinned: bool) -> Tensor:
         """See `Layout`."""
-        staged = torch.zeros(self.size(shape), dtype=torch.int64, pin_memory=pinned)
-        row, positions, bounds = self._parts(shape, staged)
-        of_row = torch.tensor(lengths)
-        ends = of_row.cumsum(0)
+        staged = torch.empty(self.size(shape), dtype=torch.int64, pin_memory=pinned)
+        row, positions, bounds = (part.numpy() for part in self._parts(shape, staged))
+        of_row = np.asarray(lengths)
+        ends = of_row.cumsum()
         real = int(ends[-1])
-        row[:real] = ids.flatten()[real_places(lengths, ids.shape[1])]
-        positions[:real] = torch.arange(real) - (ends - of_row).repeat_interleave(of_row)
+        row[:real] = ids.numpy().reshape(-1)[real_places(lengths, ids.shape[1])]
+        row[real:] = 0
+        positions[:real] = np.arange(real) - (ends - of_row).repeat(of_row)
+        positions[real:] = 0
+        bounds[0] = 0
         bounds[1 : len(lengths) + 1] = ends
         bounds[len(lengths) + 1 :] = real
         return staged
@@ -163,6 +178,10 @@ class Padded(Layout[PaddedShape]):
         """All of them as long as it has room for."""
         return [shape.longest] * shape.rows
 
+    def usual(self, shape: PaddedShape) -> list[int]:
+        """The same."""
+        return self.trial(shape)
+
     def size(self, shape: PaddedShape) -> int:
         """See `Layout`."""
         return 2 * shape.tokens
@@ -170,10 +189,13 @@ class Padded(Layout[PaddedShape]):
     def stage(self, shape: PaddedShape, ids: Tensor, lengths: list[int], pinned: bool) -> Tensor:
         """See `Layout`."""
         places = real_places(lengths, shape.longest)
-        staged = torch.zeros(shape.tokens + len(places), dtype=torch.int64, pin_memory=pinned)
+        staged = torch.empty(shape.tokens + len(places), dtype=torch.int64, pin_memory=pinned)
         rows, longest = ids.shape
-        staged[: shape.tokens].view(shape.rows, shape.longest)[:rows, :longest] = ids
-        staged[shape.tokens :] = places
+        numbers = staged.numpy()
+        padded = numbers[: shape.tokens].reshape(shape.rows, shape.longest)
+        padded[:] = 0
+        padded[:rows, :longest] = ids.numpy()
+        numbers[shape.tokens :] = places
         return staged
 
     def run(
@@ -194,8 +216,8 @@ class Padded(Layout[PaddedShape]):
         return out.index_select(0, staged[shape.tokens : shape.tokens + real])
 
 
-def real_places(lengths: list[int], longest: int) -> Tensor:
-    """Where the real tokens of right-padded rows of `longest` tokens stand in one line of all, [n] int64."""
-    of_row = torch.tensor(lengths)
-    pads_before = torch.arange(len(lengths)) * longest - (of_row.cumsum(0) - of_row)
-    return torch.arange(int(of_row.sum())) + pads_before.repeat_interleave(of_row)
+def real_places(lengths: list[int], longest: int) -> npt.NDArray[np.int64]:
+    """Where the real tokens of right-padded rows of `longest` tokens stand in one line of all, [n]."""
+    of_row = np.asarray(lengths, np.int64)
+    pads = longest - of_row
+    return np.arange(sum(lengths), dtype=np.int64) + (pads.cumsum() - pads).repeat(of_row)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from remote_payload.train import execution
 from remote_payload.train.devices import on_device
-from remote_payload.train.execution import COMPILED, EAGER, GRAPH
+from remote_payload.train.execution import AUTO, COMPILED, EAGER, GRAPH
 from remote_payload.train.features import pack
 from remote_payload.train.target import Target
+from remote_payload.train.target_graphs import apart
 from remote_payload.train.target_layout import Packed, Padded
-from remote_payload.train.target_pass import TargetPass, apart
+from remote_payload.train.target_pass import TargetPass
 from remote_payload.train.target_shapes import PackedShape, PaddedShape
 from tests.payload.families import write_family
 from tests.payload.test_target_pass import plain_documents
@@ -114,6 +115,19 @@ def test_compiled_layers_are_compiled_in_warm_up_alone_and_give_the_same(tmp_pat
             assert apart(forward.packed(ids, lengths), own(target, ids, lengths))[0] < 5e-2
 
 
+@pytest.mark.usefixtures("worker")
+def test_auto_tries_compiled_layers_and_says_what_it_took_and_why(tmp_path: Path) -> None:
+    target = load(tmp_path, "qwen3")
+    forward = TargetPass(target, False)
+    with execution.WARM_UP_LOCK:
+        result = forward.warm_up(AUTO, [PACKED, PADDED])
+    assert result.execution in (GRAPH, COMPILED) and not result.steps_down and forward.layout is PACKED
+    assert "compiled layers take" in result.reason and "plain ones" in result.reason
+    with execution.no_recompiles():
+        for ids, lengths in batches(6):
+            assert apart(forward.packed(ids, lengths), own(target, ids, lengths))[0] < 5e-2
+
+
 @pytest.mark.parametrize("back", [-1, 5])
 def test_attention_in_documents_is_that_of_each_by_itself(back: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -155,7 +169,7 @@ def test_graphs_without_memory_leave_an_eager_target_and_the_memory(
 
     monkeypatch.setattr(Padded, "run", greedy)
     forward = TargetPass(target, False)
-    result = forward.warm_up("auto", [PADDED])
+    result = forward.warm_up(GRAPH, [PADDED])
     assert result.execution == EAGER and "memory" in result.reason and forward.layout is None
     assert len(result.steps_down) == 1
     monkeypatch.undo()
@@ -192,7 +206,7 @@ def test_two_targets_in_two_threads_capture_in_turn_and_replay_beside_each_other
         with execution.WARM_UP_LOCK:
             target = load(tmp_path)
             forward = TargetPass(target, False, number)
-            result = forward.warm_up("auto", [PACKED, PADDED])
+            result = forward.warm_up(GRAPH, [PACKED, PADDED])
             assert result.execution == GRAPH, result.reason
         ready.wait(200)
         before = len(captures)
