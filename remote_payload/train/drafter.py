@@ -25,6 +25,7 @@ from remote_payload.job import JobError
 from remote_payload.train import fp8
 from remote_payload.train.flash_attention import FlashMask, flash_attend
 from remote_payload.train.folded import fold_keys, fold_queries, unfold
+from remote_payload.train.swiglu import swiglu
 from remote_payload.train.target_config import required_size, rope_theta, size_of
 
 
@@ -212,12 +213,12 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
         """[Q, D] to [Q, D]; `matrix` is `gate_proj` with `up_proj` below it, where they lie so."""
         if matrix is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+            hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)
         elif self.fp8:
             return fp8.mlp(x, matrix, self.down_proj.weight)
         else:
-            gate, up = F.linear(x, matrix).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+            hidden = swiglu(F.linear(x, matrix))
+        return self.down_proj(hidden)  # type: ignore[no-any-return]
 
 
 class DrafterLayer(nn.Module):

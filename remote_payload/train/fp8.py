@@ -24,6 +24,7 @@ for tests; jobs are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remote_payload.job import JobError
+from remote_payload.train import swiglu
 
 FORWARD = torch.float8_e4m3fn
 """Of weights and of what goes forward."""
@@ -120,8 +122,26 @@ class FrozenMatrix(NamedTuple):
         A bound that is known beforehand spares a pass over the slope; 30 powers of two forgive a loose one.
         """
         values, scale = quantised(slope.flatten(0, -2), SLOPE, bound)
-        flat: Tensor = _product(values, self.turned, scale, self.scale, dtype, False)
-        return flat.view(*slope.shape[:-1], flat.shape[-1])
+        return self._by_values(values, scale, dtype).view(*slope.shape[:-1], -1)
+
+    def by_written(
+        self, write: Callable[[Tensor, torch.dtype], Tensor], bound: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """`by_input` [N, D] of a slope that `write(times, dtype)` makes, [N, V], multiplied by `times`."""
+        times, scale = scales_of(SLOPE, bound)
+        return self._by_values(write(times, SLOPE), scale, dtype)
+
+    def _by_values(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        product: Tensor = _product(values, self.turned, scale, self.scale, dtype, False)
+        return product
+
+
+def scales_of(dtype: torch.dtype, greatest: Tensor) -> tuple[Tensor, Tensor]:
+    """What to multiply numbers up to `greatest` by for `dtype`, and what to multiply them by afterwards."""
+    top = torch.finfo(dtype).max
+    greatest = greatest.float()
+    greatest = torch.where(greatest < LEAST, LEAST, greatest)
+    return top / greatest, greatest / top
 
 
 def quantised(x: Tensor, dtype: torch.dtype, greatest: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,9 +151,8 @@ def quantised(x: Tensor, dtype: torch.dtype, greatest: Tensor) -> tuple[Tensor, 
     8-bit number becomes that one; a NaN stays one.
     """
     top = torch.finfo(dtype).max
-    greatest = greatest.float()
-    greatest = torch.where(greatest < LEAST, LEAST, greatest)
-    return (x.float() * (top / greatest)).clamp(-top, top).to(dtype), greatest / top
+    times, scale = scales_of(dtype, greatest)
+    return (x.float() * times).clamp(-top, top).to(dtype), scale
 
 
 def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -191,10 +210,7 @@ def _both_of_swiglu(between: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
 def _both_of_slopes(between: Tensor, slope: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     """Slopes of gate and up, [N, 2F], in 8 bits and turned, from that of silu(gate) * up, [N, F]."""
     if not between.is_cuda:
-        gate, up = between.float().chunk(2, -1)
-        share = gate.sigmoid()
-        by_gate = slope.float() * up * share * (1 + gate * (1 - share))
-        return _plain(torch.cat([by_gate, slope.float() * gate * share], -1), SLOPE, slot)
+        return _plain(swiglu.slopes(between, slope), SLOPE, slot)
     from remote_payload.train import fp8_kernels
 
     values, turned = room((len(between), between.shape[1]), SLOPE, between.device)

@@ -20,6 +20,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from remote_payload.train.swiglu_kernels import places, read, swiglu, swiglu_slopes
+
 SLOT = 64
 """Numbers of a slot: 256 bytes, so that what cuBLASLt reads is aligned as an allocation is."""
 SCALE = 32
@@ -44,19 +46,6 @@ def _greatest(x, slot, size, block: tl.constexpr, rounds: tl.constexpr):
         value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
         most = tl.maximum(most, _magnitude(value))
     tl.atomic_max(slot, tl.max(most, 0))
-
-
-@triton.jit
-def _places(rows, columns, tall: tl.constexpr, wide: tl.constexpr):
-    """Rows, columns and which of the tile are inside."""
-    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
-    column = tl.program_id(1) * wide + tl.arange(0, wide)
-    return row, column, (row < rows)[:, None] & (column < columns)[None, :]
-
-
-@triton.jit
-def _read(x, row, column, stride, inside):
-    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -102,27 +91,15 @@ def _cast(
     tall: tl.constexpr,
     wide: tl.constexpr,
 ):
-    row, column, inside = _places(rows, columns, tall, wide)
-    value = _read(x, row, column, columns, inside)
+    row, column, inside = places(rows, columns, tall, wide)
+    value = read(x, row, column, columns, inside)
     _write_both(value, row, column, inside, columns, columns, padded, values, turned, slot, top, least, place)
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _swiglu(between, row, column, ffn, inside):
-    gate = _read(between, row, column, 2 * ffn, inside)
-    up = _read(between + ffn, row, column, 2 * ffn, inside)
-    return gate * _sigmoid(gate) * up
-
-
-@triton.jit
 def _swiglu_greatest(between, slot, rows, ffn, tall: tl.constexpr, wide: tl.constexpr):
-    row, column, inside = _places(rows, ffn, tall, wide)
-    value = _swiglu(between, row, column, ffn, inside)
+    row, column, inside = places(rows, ffn, tall, wide)
+    value = swiglu(between, row, column, ffn, inside)
     tl.atomic_max(slot, tl.max(tl.max(_magnitude(value), 1), 0))
 
 
@@ -141,25 +118,15 @@ def _swiglu_cast(
     tall: tl.constexpr,
     wide: tl.constexpr,
 ):
-    row, column, inside = _places(rows, ffn, tall, wide)
-    value = _swiglu(between, row, column, ffn, inside)
+    row, column, inside = places(rows, ffn, tall, wide)
+    value = swiglu(between, row, column, ffn, inside)
     _write_both(value, row, column, inside, ffn, ffn, padded, values, turned, slot, top, least, place)
 
 
 @triton.jit
-def _swiglu_slopes(between, slope, row, column, ffn, inside):
-    """Slopes of gate and up from that of SwiGLU's output."""
-    gate = _read(between, row, column, 2 * ffn, inside)
-    up = _read(between + ffn, row, column, 2 * ffn, inside)
-    by_output = _read(slope, row, column, ffn, inside)
-    share = _sigmoid(gate)
-    return by_output * up * share * (1.0 + gate * (1.0 - share)), by_output * gate * share
-
-
-@triton.jit
 def _slopes_greatest(between, slope, slot, rows, ffn, tall: tl.constexpr, wide: tl.constexpr):
-    row, column, inside = _places(rows, ffn, tall, wide)
-    by_gate, by_up = _swiglu_slopes(between, slope, row, column, ffn, inside)
+    row, column, inside = places(rows, ffn, tall, wide)
+    by_gate, by_up = swiglu_slopes(between, slope, row, column, ffn, inside)
     most = tl.maximum(_magnitude(by_gate), _magnitude(by_up))
     tl.atomic_max(slot, tl.max(tl.max(most, 1), 0))
 
@@ -180,8 +147,8 @@ def _slopes_cast(
     tall: tl.constexpr,
     wide: tl.constexpr,
 ):
-    row, column, inside = _places(rows, ffn, tall, wide)
-    by_gate, by_up = _swiglu_slopes(between, slope, row, column, ffn, inside)
+    row, column, inside = places(rows, ffn, tall, wide)
+    by_gate, by_up = swiglu_slopes(between, slope, row, column, ffn, inside)
     _write_both(by_gate, row, column, inside, ffn, 2 * ffn, padded, values, turned, slot, top, least, place)
     values += ffn
     turned += ffn.to(tl.int64) * padded

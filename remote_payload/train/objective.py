@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remote_payload.job import Job
+from remote_payload.train import logit_passes
 from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.distribution_losses import forward_kl, lk
+from remote_payload.train.execution import runs_kernels
 from remote_payload.train.label_losses import ce, chain, dpace, focal
 from remote_payload.train.output_head import OutputHead
 
@@ -110,7 +112,10 @@ def chunk_scores(
         hidden: the drafter's hidden states, [n, P, D]. teacher: the target's, or None.
         labels: [n, P] int64. weights: decay weights, 0 where there is no label, [n, P] float32.
     """
-    logits = head.drafted(hidden).float()
+    logits = head.drafted(hidden)
+    if objective.name in FROM_LABELS and head.soft_cap is None and runs_kernels(logits):
+        return by_kernels(hidden, logits, head, labels, weights, objective)
+    logits = logits.float()
     # Greatest and sum in these words are one pass for inductor. An argmax would be another; that the label is
     # the first of the greatest is found while the gradient is written.
     top = logits.amax(-1, keepdim=True)
@@ -136,23 +141,43 @@ def chunk_scores(
         else:
             loss, slope = forward_kl(log_q, log_p, onehot, weights, objective.kl_share)
     else:
-        if objective.name == "dpace":
-            loss, each = dpace(log_label, weights, objective.dpace_alpha)
-        elif objective.name == "focal":
-            loss, each = focal(log_label, weights, hits, objective.whole_block, objective.focal_weight)
-        elif objective.name == "chain":
-            loss, each = chain(
-                log_label,
-                weights,
-                hits,
-                objective.whole_block,
-                objective.focal_weight,
-                objective.chain_weight,
-            )
+        loss, each = _from_labels(log_label, weights, hits, objective)
         slope = odds * (each[..., None] / total) - torch.where(onehot, each[..., None], 0.0)
     # No slope is above the weight of its place: it is that times a difference of two probabilities.
     by_hidden = _by_hidden(head, logits, slope, each.abs().amax())
     return ChunkScores(loss, plain, by_hidden.to(hidden.dtype), hits)
+
+
+def by_kernels(
+    hidden: Tensor, logits: Tensor, head: OutputHead, labels: Tensor, weights: Tensor, objective: Objective
+) -> ChunkScores:
+    """`chunk_scores` of an objective from labels: the logits [n, P, V] are read in two passes."""
+    flat, places = logits.flatten(0, 1), labels.flatten()
+    scores = logit_passes.score_labels(flat, places)
+    log_label, hits = scores.log_label.view(labels.shape), scores.hits.view(labels.shape)
+    plain, _ = ce(log_label, weights)
+    loss, each = _from_labels(log_label, weights, hits, objective)
+    each = each.flatten() * head.scale
+
+    def write(times: Tensor | float, dtype: torch.dtype) -> Tensor:
+        return logit_passes.slopes(flat, places, scores, each * times, dtype)
+
+    by_hidden = head.by_written(write, each.abs().amax())
+    return ChunkScores(loss, plain, by_hidden.to(hidden.dtype).view(hidden.shape), hits)
+
+
+def _from_labels(
+    log_label: Tensor, weights: Tensor, hits: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """The objective's sum and -dL/d(log_label), [n, P]."""
+    if objective.name == "dpace":
+        return dpace(log_label, weights, objective.dpace_alpha)
+    if objective.name == "focal":
+        return focal(log_label, weights, hits, objective.whole_block, objective.focal_weight)
+    if objective.name == "chain":
+        whole, focal_weight = objective.whole_block, objective.focal_weight
+        return chain(log_label, weights, hits, whole, focal_weight, objective.chain_weight)
+    return ce(log_label, weights)
 
 
 def _by_hidden(head: OutputHead, logits: Tensor, slope: Tensor, bound: Tensor) -> Tensor:

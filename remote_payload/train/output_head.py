@@ -12,6 +12,7 @@ Shapes: n rows, D width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ class OutputHead:
         if self.eight_bits is None:
             return slope.to(self.weight.dtype) @ self.weight
         return self.eight_bits.by_input(slope, bound, self.weight.dtype)
+
+    def by_written(self, write: Callable[[Tensor | float, torch.dtype], Tensor], bound: Tensor) -> Tensor:
+        """`by_hidden` [N, D] where the slope is not there yet: `write(times, dtype)` makes it, [N, V].
+
+        Args:
+            write: gives the slope multiplied by `times`, in the type that the product takes.
+        """
+        if self.eight_bits is None:
+            return write(1.0, self.weight.dtype) @ self.weight
+        return self.eight_bits.by_written(write, bound, self.weight.dtype)
 
     def _finished(self, logits: Tensor) -> Tensor:
         """Logits with all that follows the product and the bias."""
