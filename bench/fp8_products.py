@@ -126,15 +126,9 @@ def timed_casts(shape: Shape, seconds: float) -> dict[str, dict[str, float]]:
 
     x = torch.randn(n, d, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(2 * f, d, device=DEVICE, dtype=torch.bfloat16)
-    between = torch.randn(n, 2 * f, device=DEVICE, dtype=torch.bfloat16)
-    slope = torch.randn(n, f, device=DEVICE, dtype=torch.bfloat16)
     for name, matrix in (("input", x), ("gate and up's weight", weight)):
         size = (len(matrix), matrix.shape[1])
         measure(name, size, fp8.FORWARD, 6 * matrix.numel(), lambda *a, m=matrix: fp8_kernels.cast(m, *a))
-    swiglu = lambda *a: fp8_kernels.cast_swiglu(between, *a)  # noqa: E731
-    measure("swiglu", (n, f), fp8.FORWARD, 10 * n * f, swiglu)
-    slopes = lambda *a: fp8_kernels.cast_slopes(between, slope, *a)  # noqa: E731
-    measure("swiglu's slopes", (n, 2 * f), fp8.SLOPE, 16 * n * f, slopes)
     return found
 
 

@@ -21,14 +21,15 @@ from remote_payload.train.execution import runs_kernels
 def swiglu(between: Tensor) -> Tensor:
     """silu(gate) * up, [N, F], of gate and up side by side, [N, 2F]; differentiable."""
     if runs_kernels(between):
-        hidden: Tensor = _forward(between)
+        hidden: Tensor = forward(between)
         return hidden
     gate, up = between.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @torch.library.custom_op("dflashctl::swiglu", mutates_args=(), schema="(Tensor between) -> Tensor")
-def _forward(between: Tensor) -> Tensor:
+def forward(between: Tensor) -> Tensor:
+    """silu(gate) * up, [N, F], of gate and up side by side, [N, 2F]."""
     if not between.is_cuda:
         gate, up = between.float().chunk(2, -1)
         return (F.silu(gate) * up).to(between.dtype)
@@ -46,7 +47,8 @@ def _half(between: Tensor) -> Tensor:
 @torch.library.custom_op(
     "dflashctl::swiglu_backward", mutates_args=(), schema="(Tensor between, Tensor slope) -> Tensor"
 )
-def _backward(between: Tensor, slope: Tensor) -> Tensor:
+def backward(between: Tensor, slope: Tensor) -> Tensor:
+    """Slopes of gate and up side by side, [N, 2F], from that of their product, [N, F]."""
     if not between.is_cuda:
         return slopes(between, slope).to(between.dtype)
     from remote_payload.train import swiglu_kernels
@@ -73,10 +75,10 @@ def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def _slopes(ctx: Any, slope: Tensor) -> Tensor:
-    made: Tensor = _backward(ctx.saved_tensors[0], slope)
+    made: Tensor = backward(ctx.saved_tensors[0], slope)
     return made
 
 
-_forward.register_fake(_half)
-_backward.register_fake(_whole)
-_forward.register_autograd(_slopes, setup_context=_keep)
+forward.register_fake(_half)
+backward.register_fake(_whole)
+forward.register_autograd(_slopes, setup_context=_keep)

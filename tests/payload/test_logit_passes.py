@@ -102,15 +102,15 @@ def test_what_the_operators_promise_the_compiler_holds() -> None:
     arguments = (logits, labels, scores.bases, scores.totals, torch.rand(5), torch.bfloat16)
     torch.library.opcheck(logit_passes._slopes, arguments)
     between = torch.randn(4, 10, requires_grad=True)
-    torch.library.opcheck(swiglu._forward, (between,))
-    torch.library.opcheck(swiglu._backward, (between.detach(), torch.randn(4, 5)))
+    torch.library.opcheck(swiglu.forward, (between,))
+    torch.library.opcheck(swiglu.backward, (between.detach(), torch.randn(4, 5)))
 
 
 def test_the_slope_of_swiglu_s_operator_is_that_of_its_plain_form() -> None:
     between = torch.randn(6, 20, dtype=torch.float32, requires_grad=True)
     gate, up = between.chunk(2, -1)
     slope = torch.randn(10, 6).T  # not contiguous, as a product may leave it
-    found, wanted = swiglu._forward(between), F.silu(gate) * up
+    found, wanted = swiglu.forward(between), F.silu(gate) * up
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(
         torch.autograd.grad(found, between, slope), torch.autograd.grad(wanted, between, slope)
