@@ -18,9 +18,11 @@ read after them, is still the same.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +36,8 @@ MIRROR: Final = "mirror.json"
 HEAD_BYTES: Final = 4096
 TAIL_BYTES: Final = 256
 """How much of a file's beginning and end is compared to notice that it is another one."""
+_WRITTEN_BEHIND: Final = 64 << 20
+"""After so many bytes the disk is made to begin, so that little is left when `save` waits for it."""
 MAX_FILES: Final = 1000
 """More appended files than this (all but four in `crash/`) are not a run's."""
 
@@ -67,6 +71,8 @@ class MirrorFiles:
         self.filled = False
         """Whether older bytes arrived in a hole since `mirror.json` was last written."""
         self._lock = -1
+        self._not_begun = 0
+        self._behind: threading.Thread | None = None
 
     def lock(self) -> bool:
         """Try to become the folder's one writer."""
@@ -184,6 +190,12 @@ class MirrorFiles:
         file.extents.add(frame.offset, offset)
         file.size = max(file.size, offset)
         file.dirty = True
+        self._not_begun += len(frame.data)
+        if self._not_begun >= _WRITTEN_BEHIND and not (self._behind and self._behind.is_alive()):
+            self._not_begun = 0
+            path = self.directory / frame.file
+            self._behind = threading.Thread(target=_write_out, args=(path,), name="write-behind", daemon=True)
+            self._behind.start()
         if begins:
             self.save()  # before this, no reader knows where the bytes begin
 
@@ -287,3 +299,15 @@ def _wanted_from(name: str, file: MirroredFile, whole_log: bool) -> int:
     """From where on bytes are still wanted: all but the log's are, without a hole."""
     tail_is_enough = name == rundir.TRAIN_LOG and not whole_log
     return file.extents.end if tail_is_enough else file.extents.prefix
+
+
+def _write_out(path: Path) -> None:
+    """Write what the system holds of a file to the disk. What fails here is not hidden from `save`: the
+    kernel tells an error once to each that has opened the file, and this opens it anew.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from controller import mirror_files
 from controller.errors import (
     ConnectionLostError,
     HostKeyError,
@@ -600,6 +601,29 @@ def test_a_full_disk_is_said_and_the_mirror_goes_on_when_there_is_room(
     full.clear()
     remote.finish()
     until(lambda: not mirror.running)
+    assert_equal(folder, remote)
+
+
+def test_the_disk_begins_before_it_is_waited_for_and_its_failure_then_is_no_end(
+    remote: Remote, mirrors: Callable[..., Mirror], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, begun = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        if threading.current_thread().name == "write-behind":
+            begun.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            raise OSError(errno.EIO, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(mirror_files, "_WRITTEN_BEHIND", 50_000)
+    remote.files["train.log"] += random.Random(1).randbytes(300_000)
+    mirror = mirrors(Line(remote))
+    mirror.start()
+    until(lambda: begun)
+    remote.finish()
+    until(lambda: not mirror.running)
+    assert set(begun) == {folder / "train.log"}
     assert_equal(folder, remote)
 
 
