@@ -180,6 +180,10 @@ def slopes(replica: Replica, count: int = 4) -> list[Tensor]:
 
 
 def test_captured_steps_are_compiled_ones_to_the_bit_and_eager_ones_in_direction() -> None:
+    """A product of e5m2 slopes is off by 5.9 %, and a slope comes through up to six: 14.5 %, a cosine of 0.9895.
+
+    An H200 gave 0.9887 against 16 bits. Slopes that say nothing have one near 0.
+    """
     eager, compiled, graph = (
         slopes(warmed("all", rung)) for rung in (execution.EAGER, execution.COMPILED, execution.GRAPH)
     )
@@ -187,7 +191,7 @@ def test_captured_steps_are_compiled_ones_to_the_bit_and_eager_ones_in_direction
     for one, two, three, exact in zip(eager, compiled, graph, plain, strict=True):
         assert two.equal(three)
         assert alike(two, one) > 0.99
-        assert 0.99 < alike(two, exact) < 1 - 1e-6
+        assert 0.98 < alike(two, exact) < 1 - 1e-6
 
 
 def test_nothing_in_a_step_waits_for_the_device_or_compiles_again() -> None:

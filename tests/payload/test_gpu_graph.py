@@ -16,6 +16,7 @@ from remote_payload.job import Job
 from remote_payload.train import execution
 from remote_payload.train.devices import on_device
 from remote_payload.train.optimizer import Optimizer, adamw
+from remote_payload.train.replay import BOUND
 from remote_payload.train.replica import Replica
 from remote_payload.train.weights import FlatWeights
 from tests.payload.small_replica import load, make_replica, rows, run_rows
@@ -138,12 +139,17 @@ def test_a_capture_without_memory_falls_back_to_compiled_and_trains_on(
 
 
 def test_two_threads_capture_and_replay_while_a_third_computes_and_allocates(tmp_path: Path) -> None:
-    """With its own generator: the default one of a device must rest while a graph is captured on it."""
+    """With its own generator: the default one of a device must rest while a graph is captured on it.
+
+    Each replica's steps are those that it takes alone, to the bit. Those of the other may be rounded
+    otherwise (seen in one bit of bfloat16 on an H200): a library may choose kernels by addresses.
+    """
     given = rows(tmp_path, 30)
     make_replica(tmp_path, DEVICE, "bfloat16")  # writes the model once
     stop, errors = threading.Event(), []
     results: dict[int, list[tuple[float, Tensor]]] = {}
-    ready = threading.Barrier(2)
+    alone: dict[int, list[tuple[float, Tensor]]] = {}
+    ready, done, one_by_one = threading.Barrier(2), threading.Barrier(2), threading.Lock()
 
     def guarded(work: Any, *arguments: Any) -> None:
         try:
@@ -152,6 +158,7 @@ def test_two_threads_capture_and_replay_while_a_third_computes_and_allocates(tmp
         except BaseException as error:
             errors.append(error)
             ready.abort()
+            done.abort()
 
     def busy() -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -165,6 +172,10 @@ def test_two_threads_capture_and_replay_while_a_third_computes_and_allocates(tmp
             replica = warmed(tmp_path, execution.GRAPH)
         ready.wait(200)
         results[number] = run_rows(replica, given)
+        done.wait(200)
+        stop.set()
+        with one_by_one:
+            alone[number] = run_rows(replica, given)
 
     threads = [threading.Thread(target=guarded, args=(busy,))]
     threads += [threading.Thread(target=guarded, args=(drafter, number)) for number in range(2)]
@@ -175,8 +186,11 @@ def test_two_threads_capture_and_replay_while_a_third_computes_and_allocates(tmp
     stop.set()
     threads[0].join()
     assert not errors
-    for (loss, slope), (other, replayed) in zip(results[0], results[1], strict=True):
-        assert loss == other and slope.equal(replayed)
+    for number in range(2):
+        for (loss, slope), (other, replayed) in zip(results[number], alone[number], strict=True):
+            assert loss == other and slope.equal(replayed)
+    for (_, mine), (_, others) in zip(results[0], results[1], strict=True):
+        assert float((mine - others).norm() / others.norm()) < BOUND
 
 
 @pytest.mark.usefixtures("worker")
