@@ -180,7 +180,7 @@ def slopes(replica: Replica, count: int = 4) -> list[Tensor]:
 
 
 def test_captured_steps_are_compiled_ones_to_the_bit_and_eager_ones_in_direction() -> None:
-    """A product of e5m2 slopes is off by 5.9 %, and a slope comes through up to six: 14.5 %, a cosine of 0.9895.
+    """A product of e5m2 slopes is off by 5.9 %, and a slope passes up to six: 14.5 %, a cosine of 0.9895.
 
     An H200 gave 0.9887 against 16 bits. Slopes that say nothing have one near 0.
     """
