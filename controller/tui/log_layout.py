@@ -28,7 +28,9 @@ def pieces(text: str, columns: int) -> list[tuple[int, int]]:
     for part in chop_cells(text, columns):
         parts.append((at, at + len(part)))
         at += len(part)
-    return parts or [(0, 0)]
+    if not parts or at < len(text):  # what takes no cell at a row's end is not among rich's parts
+        parts[-1:] = [(parts[-1][0] if parts else 0, len(text))]
+    return parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,10 @@ MASK = 66
 BLOCK = 5
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "Llama", "Gemma3Text"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Gemma3Text")]
+
+
+@pytest.fixture(scope="module", params=["Qwen3", *OTHERS])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """Targets whose texts wander: rather large weights, untied, and sliding windows in one of them."""
     changes: dict[str, Any] = {"sliding_window": 8} if request.param == "Gemma3Text" else {}

@@ -75,7 +75,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3, windows", "mistral, windows"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral, windows")]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3, windows", *OTHERS])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load(tmp_path_factory.mktemp("target"), request.param, torch.bfloat16)
 

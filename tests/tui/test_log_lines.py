@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -44,6 +44,7 @@ def test_the_sixteen_colours_are_of_the_set_of_okabe_and_ito_or_greys() -> None:
 
 
 @given(LINES, st.integers(2, 40))
+@example("\U0001f3fb", 2)  # a skin's colour alone takes no cell
 def test_the_pieces_of_a_wrapped_line_are_the_line_and_fit(line: str, columns: int) -> None:
     text = Row(0, 1, newest_state(line.replace("\n", " "))).text
     parts = pieces(text, columns)

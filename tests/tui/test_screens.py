@@ -90,6 +90,7 @@ KEYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "size", "keys"), KEYS, ids=[f"{what}-{size[0]}x{size[1]}" for what, size, _ in KEYS]
 )
