@@ -55,7 +55,7 @@ def hang() -> None:
 PACKAGE = "remote_payload.train"
 FAULTS = {
     "reader": (f"{PACKAGE}.batch", "BatchMaker.make", 30),
-    "target-0": (f"{PACKAGE}.pipeline", "pack", 3),
+    "target-0": (f"{PACKAGE}.pipeline", "compute_features", 3),
     "drafter-0": (f"{PACKAGE}.replica", "block_loss", 5),
     "evaluator": (f"{PACKAGE}.evaluation", "Decoder.speculative", 2),
 }
@@ -158,19 +158,19 @@ def hang_while_saving_and_fail() -> None:
     from remote_payload.train import pipeline, saving
 
     vars(saving)["goes_beside"] = lambda _device: True
-    hangs, pack = threading.Event(), pipeline.pack
+    hangs, compute = threading.Event(), pipeline.compute_features
 
     def begin_to_hang() -> None:
         hangs.set()
         hang()
 
-    def pack_or_fail(*given: Any) -> Any:
+    def compute_or_fail(*given: Any) -> Any:
         if hangs.is_set():
             raise_broken()
-        return pack(*given)
+        return compute(*given)
 
     fail_at(f"{PACKAGE}.checkpoint", "_write", 1, begin_to_hang)
-    vars(pipeline)["pack"] = pack_or_fail
+    vars(pipeline)["compute_features"] = compute_or_fail
 
 
 def test_a_failure_whose_record_cannot_be_written_ends_the_run_all_the_same(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def fail_with_a_full_disk() -> None:
         raise OSError(28, "No space left on device")
 
     crash.write_thread = full  # type: ignore[assignment]
-    fail_at(f"{PACKAGE}.pipeline", "pack", 3, raise_broken)
+    fail_at(f"{PACKAGE}.pipeline", "compute_features", 3, raise_broken)
 
 
 def test_a_failure_before_the_threads_start_is_a_crash_of_main(tmp_path: Path) -> None:

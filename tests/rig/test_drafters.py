@@ -51,7 +51,7 @@ def test_a_drafter_is_exported_in_the_container_pulled_and_evaluated_there_as_ru
     assert not list(rig.container_path(rig.workspace).glob(".given-*"))
     done = dflashctl("export", run_id, env=env, timeout=120)
     assert done.returncode == 83 and "exports/step-5 exists already" in done.stderr
-    assert rig.container_processes() <= idle
+    wait_until(lambda: rig.container_processes() <= idle, "the refused export's processes to end")
 
     endless = command("evaluate", run_id, "--max-new-tokens", "100000")
     with (tmp_path / "said").open("wb") as said:
