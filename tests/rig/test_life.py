@@ -135,7 +135,8 @@ def view(arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """A view on a terminal of its own, which it loses when that is closed."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    take = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    take = "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    take += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup before the tests would ignore
     argv = command(*arguments)
     argv[2] = take + argv[2]
     process = subprocess.Popen(
