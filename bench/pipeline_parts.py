@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.random_target import qwen3_config, random_target
 from bench.shapes import Shape
 from bench.step import config_of
 from remote_payload.job import Job, parse_change
@@ -18,12 +18,10 @@ from remote_payload.train import execution
 from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.devices import DRAFTERS_FIRST, on_device
 from remote_payload.train.flops import ForwardWork
-from remote_payload.train.fused_norms import fuse_norms
 from remote_payload.train.replica import Replica
 from remote_payload.train.run_control import RunControl
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.sync import Reduction
-from remote_payload.train.target import Target
 from remote_payload.train.target_layout import Layout, Packed, Padded
 from remote_payload.train.target_pass import TargetPass
 from remote_payload.train.target_shapes import PackedShape, PaddedShape
@@ -53,7 +51,11 @@ def make_parts(
         mask_token_id=config.mask_token_id,
         gamma=7.0,
     )
-    targets = [TargetPass(random_target(shape, device, config.tap_layers), False) for device in devices]
+    dtypes = [torch.bfloat16 if device.type == "cuda" else torch.float32 for device in devices]
+    targets = [
+        TargetPass(random_target(qwen3_config(shape), device, dtype, config.tap_layers), False)
+        for device, dtype in zip(devices, dtypes, strict=True)
+    ]
     longest = shape.context // rows
     layouts: list[Layout[Any]] = [
         Packed([PackedShape(shape.context, rows, longest)]),
@@ -67,31 +69,6 @@ def make_parts(
     in_threads([(device, warm, number) for number, device in enumerate(devices)], RunControl())
     work = ForwardWork.of(targets[0].target)
     return Parts(shape, row_shape, random_batches(shape, row_shape, rows), targets, work)
-
-
-def random_target(shape: Shape, device: torch.device, taps: tuple[int, ...]) -> Target:
-    """A Qwen3 with random weights, made on `device`; main thread only, since it sets torch's default type."""
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.target_layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=True,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        with torch.device(device):
-            model: Any = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    if device.type == "cuda":
-        fuse_norms(model)  # as `Target.load` does
-        torch.cuda.synchronize(device)
-    return Target(model.to(device), taps)
 
 
 def random_batches(shape: Shape, row_shape: RowShape, rows: int) -> list[Batch]:

@@ -30,8 +30,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig
 
+from bench.random_target import qwen3_config, random_target
 from bench.shapes import SHAPES
 from remote_payload.train import execution
 from remote_payload.train.buckets import EpochPlan, bucket_of, plan_epoch
@@ -39,7 +40,6 @@ from remote_payload.train.devices import on_device, turn
 from remote_payload.train.drafter import choose_taps
 from remote_payload.train.features import pack
 from remote_payload.train.flops import ForwardWork
-from remote_payload.train.fused_norms import fuse_norms
 from remote_payload.train.target import Target
 from remote_payload.train.target_graphs import apart
 from remote_payload.train.target_layout import Layout, Packed, Padded
@@ -70,33 +70,14 @@ def config_of(kind: str) -> Any:
             rope_parameters={"rope_type": "default", "rope_theta": 1e5},
             max_position_embeddings=8192,
         )
-    shape = SHAPES[kind]
-    return Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.target_layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=True,
-    )
+    return qwen3_config(SHAPES[kind])
 
 
 def make_target(kind: str, device: torch.device, dtype: torch.dtype) -> Target:
-    """A target with random weights on `device`; sets torch's default type meanwhile."""
+    """The target of a kind, tapped as a run taps it."""
     config = config_of(kind)
-    family: Any = LlamaForCausalLM if kind == "smollm2" else Qwen3ForCausalLM
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model: Any = family(config)
-    finally:
-        torch.set_default_dtype(before)
-    if device.type == "cuda":
-        fuse_norms(model)  # as `Target.load` does
-    return Target(model, choose_taps(config.num_hidden_layers, 3 if kind == "tiny" else 5))
+    taps = choose_taps(config.num_hidden_layers, 3 if kind == "tiny" else 5)
+    return random_target(config, device, dtype, taps)
 
 
 def make_plan(kind: str, texts: str) -> tuple[EpochPlan, np.ndarray]:
