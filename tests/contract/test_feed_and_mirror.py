@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -28,30 +29,51 @@ from controller.timing import Timing
 from remote_payload import identity, rundir
 
 ROOT = Path(__file__).parents[2]
-TIMING = Timing.scaled(0.05)
+TIMING = dataclasses.replace(Timing.scaled(0.05), silence_s=60.0, fill_s=60.0)
+"""Quick, but for the waits that only a break or an old feed lets end: a busy machine is neither."""
 
 HOLDER = """
-import os, sys, time
+import dataclasses, os, sys, time
 from pathlib import Path
 from controller.inventory import Host
 from controller.mirror import Mirror
 from controller.place import open_place
+from controller.timing import Timing
 host = Host(name="local", kind="local")
-mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host))
+timing = dataclasses.replace(Timing.from_environment(), silence_s=60.0, fill_s=60.0)
+mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host), timing=timing)
 mirror.start()
 while mirror.running:
     time.sleep(0.05)
 """
 
+PAUSING_HOLDER = (
+    """
+import os, threading
+write, left = os.pwrite, 10 << 20
+def pwrite(descriptor, data, offset):
+    global left
+    left -= len(data)
+    if left < 0:
+        threading.Event().wait()
+    return write(descriptor, data, offset)
+os.pwrite = pwrite
+"""
+    + HOLDER
+)
+"""It stands still after ten megabytes: it is never through before somebody kills it."""
+
 FOLLOWER = """
-import sys
+import dataclasses, sys
 from pathlib import Path
 from controller.inventory import Host
 from controller.logs import follow_log
 from controller.mirror import Mirror
 from controller.place import open_place
+from controller.timing import Timing
 host = Host(name="local", kind="local")
-mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host))
+timing = dataclasses.replace(Timing.from_environment(), silence_s=60.0, fill_s=60.0)
+mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host), timing=timing)
 mirror.start()
 code = follow_log(Path(sys.argv[1]), follow=True, tail=None, out=sys.stdout.buffer, mirror=mirror)
 mirror.stop()
@@ -100,11 +122,11 @@ class Run:
         self.actor.kill()
         self.actor.wait()
 
-    def mirror(self, *, whole_log: bool = False, **options: Any) -> Mirror:
+    def mirror(self, *, whole_log: bool = False, timing: Timing = TIMING, **options: Any) -> Mirror:
         if whole_log:
             ask_for_whole_log(self.local)
         opener: Callable[[], Place] = lambda: open_place(self.host)  # noqa: E731
-        made = Mirror(self.local, place_opener=opener, timing=TIMING, **options)
+        made = Mirror(self.local, place_opener=opener, timing=timing, **options)
         self.mirrors.append(made)
         return made
 
@@ -154,14 +176,14 @@ class Run:
 
     def clean(self) -> None:
         for mirror in self.mirrors:
-            mirror.stop(5.0)
+            mirror.stop(60.0)
         for holder in self.holders:
             holder.kill()
             holder.wait()
             assert holder.stdout is not None
             holder.stdout.close()
         self.kill_actor()
-        until(lambda: not self.feeds(), 10)
+        until(lambda: not self.feeds())
 
 
 @pytest.fixture
@@ -171,20 +193,21 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.clean()
 
 
-def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
 
 
-def kill_one_feed(run: Run, number: int) -> int | None:
-    """Send a signal to a feed, and say to which."""
-    for pid in run.feeds()[:1]:
+def signal_feeds(run: Run, number: int) -> list[int]:
+    """Send a signal to the feeds there are, and say to which: a newer one may have begun beside an older."""
+    reached = []
+    for pid in run.feeds():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            return pid
-    return None
+            reached.append(pid)
+    return reached
 
 
 class Writer(threading.Thread):
@@ -216,18 +239,22 @@ def test_killed_and_frozen_feeds_cost_nothing_but_time(run: Run, seed: int) -> N
     dice = random.Random(seed)
     writer = Writer(run, 2_000_000, seed)
     writer.start()
-    mirror = run.mirror(whole_log=True)
+    mirror = run.mirror(whole_log=True, timing=Timing.scaled(0.05))
     mirror.start()
     for _ in range(4):
         until(run.feeds)
         time.sleep(dice.uniform(0.0, 0.4))
-        kill_one_feed(run, signal.SIGKILL)
+        signal_feeds(run, signal.SIGKILL)
     killed = time.time()
     until(lambda: run.record().get("state") == "connected" and run.record()["since"] > killed)
-    frozen = kill_one_feed(run, signal.SIGSTOP)
-    assert frozen is not None
-    until(lambda: "nothing was heard for 0.75 s" in str(run.record().get("error")))
-    os.kill(frozen, signal.SIGKILL)
+    frozen: set[int] = set()
+
+    def is_noticed() -> bool:  # freezes also one that took the place of another just now
+        frozen.update(signal_feeds(run, signal.SIGSTOP))
+        return bool(frozen) and "nothing was heard for 0.75 s" in str(run.record().get("error"))
+
+    until(is_noticed)
+    signal_feeds(run, signal.SIGKILL)
     writer.over.set()
     writer.join()
     run.end()
@@ -254,7 +281,7 @@ def test_truncation_and_replacement_under_a_writer_are_followed(run: Run) -> Non
                     (run.remote / "new").write_bytes(b"another file\n" * (5000 if number > 3 else 1))
                     (run.remote / "new").replace(log)
                 case 2:
-                    kill_one_feed(run, signal.SIGKILL)
+                    signal_feeds(run, signal.SIGKILL)
                     os.truncate(log, 17)
         until(lambda g=generation: run.record()["files"]["train.log"]["generation"] > g)
     writer.over.set()
@@ -272,7 +299,7 @@ def test_a_file_replaced_by_one_of_the_same_size_while_nobody_watched_is_noticed
     mirror = run.mirror(whole_log=True)
     mirror.start()
     until(lambda: run.record().get("complete"))
-    mirror.stop(5.0)
+    mirror.stop(60.0)
     if how == "another inode":  # with the same beginning and the same end
         (run.remote / "new").write_bytes(first[:20_000] + b"x" * 100 + first[20_100:])
         (run.remote / "new").replace(log)
@@ -302,11 +329,11 @@ def test_a_killed_writer_of_the_folder_is_replaced_by_one_that_waited(run: Run) 
     assert not third.holds_lock
     first.kill()
     first.wait()
-    until(lambda: second.holds_lock or third.holds_lock, 5)
+    until(lambda: second.holds_lock or third.holds_lock)
     assert second.holds_lock != third.holds_lock
     holder, other = (second, third) if second.holds_lock else (third, second)
     holder.stop()
-    until(lambda: other.holds_lock, 5)
+    until(lambda: other.holds_lock)
     writer.over.set()
     writer.join()
     run.end()
@@ -320,7 +347,7 @@ def test_a_writer_killed_in_the_middle_of_a_large_copy_leaves_only_true_extents(
     run.append("train.log", dice.randbytes(1 << 20) * 3)
     seen = []
     for _ in range(3):
-        holder = run.holder()
+        holder = run.holder(PAUSING_HOLDER)
         size = (run.local / "events.jsonl").stat().st_size if (run.local / "events.jsonl").exists() else 0
         until(lambda s=size: (run.local / "events.jsonl").exists()
               and (run.local / "events.jsonl").stat().st_size > s + 100_000)  # fmt: skip
@@ -350,7 +377,7 @@ def test_a_follower_that_is_suspended_gives_the_lock_away_and_misses_nothing(run
     assert os.WIFSTOPPED(status)
     other = run.mirror()
     other.start()
-    until(lambda: other.holds_lock, 5)
+    until(lambda: other.holds_lock)
     run.append("train.log", b"meanwhile\n")
     until(lambda: (run.local / "train.log").read_bytes().endswith(b"meanwhile\n"))
     other.stop()
@@ -360,7 +387,7 @@ def test_a_follower_that_is_suspended_gives_the_lock_away_and_misses_nothing(run
     run.append("train.log", b"after\n")
     run.end()
     assert follower.stdout.read() == b"after\n"
-    assert follower.wait(10) == 0
+    assert follower.wait(60) == 0
     run.assert_extents_hold()
 
 
@@ -381,7 +408,7 @@ def test_a_log_that_is_renamed_away_is_printed_to_its_last_byte_before_the_new_o
             assert follower.stdout.readline() == line
     run.end()
     assert follower.stdout.read() == b""
-    assert follower.wait(10) == 0
+    assert follower.wait(60) == 0
     run.assert_extents_hold()
 
 
@@ -390,7 +417,7 @@ def test_a_large_log_is_attached_at_its_tail_to_a_line_start(run: Run) -> None:
     run.append("train.log", line * (3 * LOG_TAIL_BYTES // len(line)))
     mirror = run.mirror()
     mirror.start()
-    until(lambda: run.record().get("beat"))
+    until(lambda: run.record().get("complete"))
     ((start, stop),) = run.record()["files"]["train.log"]["extents"]
     size = (run.remote / "train.log").stat().st_size
     assert stop == size
@@ -456,4 +483,4 @@ def test_a_stopped_mirror_leaves_no_feed_behind(run: Run) -> None:
     until(lambda: run.record().get("state") == "connected")
     assert len(run.feeds()) == 1
     mirror.stop()
-    until(lambda: not run.feeds(), 3)
+    until(lambda: not run.feeds())
