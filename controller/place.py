@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 STDERR_KEPT: Final = 64 * 1024
 """Bytes of a command's stderr that are kept, the last ones."""
 
+NOISE_KEPT: Final = 64 * 1024
+"""Bytes of what a login prints before a command begins that are kept, the last ones."""
+
 BEGIN_GRACE_S: Final = 10.0
 """Seconds beyond the connect timeout that a command may take to begin (pct starts perl)."""
 
@@ -227,33 +230,36 @@ class NotBegunError(Exception):
 
 
 class BegunProcess:
-    """A process whose streams are shown from the nonce on; what came before is `noise`."""
+    """A process whose streams are shown from the nonce on; what came before it is dropped."""
 
     def __init__(self, inner: Process, nonce: str, timeout: float, peer: str) -> None:
         """Wait for the nonce. Raises NotBegunError, UnreachableError after `timeout` seconds."""
         self._inner = inner
         self._mark = nonce.encode()
-        self._ahead = b""
-        self._early_stderr: bytes | None = b""  # None: its mark has passed
-        self.noise = b""
+        try:
+            self.pid, self._ahead = self._begun(timeout, peer)
+        except BaseException:
+            inner.close()
+            raise
+        self._early_stderr: bytes | None = inner.stderr  # None: its mark has passed
+
+    def _begun(self, timeout: float, peer: str) -> tuple[int, bytes]:
+        """The pid that stands beside the nonce, and what came behind them."""
         deadline = time.monotonic() + timeout
-        while (match := re.search(rb"%s (\d+)\n" % self._mark, self.noise)) is None:
-            data = inner.receive(max(0.0, deadline - time.monotonic()))
-            if data is None:
-                inner.close()
+        noise = b""
+        while (match := re.search(rb"%s (\d+)\n" % self._mark, noise)) is None:
+            noise = noise[-NOISE_KEPT:]
+            left = deadline - time.monotonic()
+            data = self._inner.receive(max(0.0, left))
+            if data == b"":
+                raise NotBegunError(self._inner.wait(max(1.0, left)), noise, self._inner.stderr)
+            if data is None or left <= 0:  # also when a login prints for ever
                 raise UnreachableError(
                     f"{peer}: a command did not begin within {timeout:.0f} s",
                     "The host or the container may be frozen or overloaded.",
                 )
-            if data == b"":
-                status = inner.wait(max(1.0, deadline - time.monotonic()))
-                inner.close()
-                raise NotBegunError(status, self.noise, inner.stderr)
-            self.noise += data
-        self.pid = int(match[1])
-        self._ahead = self.noise[match.end() :]
-        self.noise = self.noise[: match.start()]
-        self._early_stderr = inner.stderr
+            noise += data
+        return int(match[1]), noise[match.end() :]
 
     def send(self, data: bytes | memoryview) -> None:
         """See `Process`."""

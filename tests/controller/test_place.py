@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller.errors import ConnectionLostError
+from controller.errors import ConnectionLostError, UnreachableError
 from controller.inventory import Host
-from controller.place import Place, open_place, script
+from controller.place import BegunProcess, Place, open_place, script
 
 ECHO = "import sys; sys.stdout.write(''.join(text + '\\0' for text in sys.argv[1:]))"
 
@@ -102,6 +102,29 @@ def test_a_command_that_does_not_read_its_stdin_ends_all_the_same(place: Place) 
 def test_stderr_after_the_end_of_stdout_does_not_block_it(place: Place) -> None:
     late = "import os,sys; os.close(1); sys.stderr.write('x'*3000000); sys.stderr.flush()"
     assert place.run([place.python, "-c", late], timeout=30).status == 0
+
+
+class Chatter:
+    """A login that prints without an end: `yes` in a shell's start file."""
+
+    stderr = b""
+    closed = False
+    reads = 0
+
+    def receive(self, timeout: float) -> bytes:
+        self.reads += 1
+        assert self.reads < 1_000_000, "nobody gives it up"
+        return b"y\n"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_login_that_prints_for_ever_is_given_up_and_let_go() -> None:
+    login = Chatter()
+    with pytest.raises(UnreachableError, match="did not begin"):
+        BegunProcess(login, "nonce", 0.2, "gpubox")  # type: ignore[arg-type]
+    assert login.closed
 
 
 def test_a_slow_command_is_given_up(place: Place) -> None:
