@@ -176,6 +176,7 @@ class RecordWriter:
 
     def __init__(self, path: Path, *, attempt: int, rank: int | None = None) -> None:
         self._lock = threading.Lock()
+        self._cut = False
         self._common: dict[str, Any] = {"attempt": attempt}
         if rank is not None:
             self._common["rank"] = rank
@@ -185,10 +186,15 @@ class RecordWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record of `kind`; `v`, `t`, `mono`, `attempt` and `rank` are added."""
+        """Append one record of `kind`; `v`, `t`, `mono`, `attempt` and `rank` are added.
+
+        Raises OSError when the disk refuses it. One that has no room for all of the line takes a part of it,
+        which stays a line of its own too.
+        """
         line = encode(stamp(kind, self._common | fields))
         with self._lock:
-            os.write(self._descriptor, line)
+            line = b"\n" + line if self._cut else line
+            self._cut = os.write(self._descriptor, line) < len(line)
 
     def close(self) -> None:
         """Close the file; the writer cannot be used afterwards."""

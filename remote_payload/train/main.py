@@ -28,6 +28,7 @@ from remote_payload.rundir import TrainerExit
 from remote_payload.train.closing import closing_lines
 from remote_payload.train.dataset import DataError
 from remote_payload.train.evaluating import evaluate
+from remote_payload.train.event_log import EventLog
 from remote_payload.train.pipeline import read, run_target
 from remote_payload.train.prepare_run import prepare
 from remote_payload.train.progress import Progress, rounded
@@ -47,7 +48,7 @@ class Trainer:
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
-        self._events = rundir.RecordWriter(run_dir / rundir.EVENTS, attempt=attempt)
+        self._events = EventLog(run_dir / rundir.EVENTS, attempt=attempt, log=log)
         self._control = RunControl()
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
@@ -156,7 +157,9 @@ class Trainer:
         try:
             if not isinstance(error, job.JobError | DataError):
                 self._record_crash(error, status, first)
-        finally:  # also when the disk is full: the others must not wait for this thread for ever
+        except OSError as no_room:
+            log(f"{status.name} failed: {crash.one_line(error)}; crash/ could not be written: {no_room}")
+        finally:  # the others must not wait for this thread for ever
             status.enter("failed")
             self._control.abort()
 
@@ -213,10 +216,9 @@ class Trainer:
                 workers |= {f"{SAVER}_0"} if saver.busy else set()
                 stuck = [thread.name for thread in threading.enumerate() if thread.name in workers]
                 log(f"These threads did not end after the crash and are left behind: {', '.join(stuck)}")
-                crash.dump_stacks(self._run_dir, "threads did not end")
-                code = self._end()
-                sys.stdout.flush()
-                os._exit(code)
+                with contextlib.suppress(OSError):
+                    crash.dump_stacks(self._run_dir, "threads did not end")
+                os._exit(self._end())
 
     def _write_progress(self, progress: Progress, _status: ThreadStatus) -> None:
         path = self._run_dir / rundir.PROGRESS
@@ -253,7 +255,10 @@ class Trainer:
             record["error"] = str(failure)
         if run is not None:
             record |= summary(run)
-        rundir.write_whole(self._run_dir / rundir.EXIT, rundir.encode(rundir.stamp("exit", record)))
+        try:
+            rundir.write_whole(self._run_dir / rundir.EXIT, rundir.encode(rundir.stamp("exit", record)))
+        except OSError as error:  # the exit code says it too
+            log(f"{rundir.EXIT} could not be written: {error.strerror}")
         return code
 
 
@@ -292,9 +297,10 @@ def set_cpu_threads(checked: job.Job) -> None:
 
 
 def log(text: str) -> None:
-    """One line of train.log, with the time."""
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-    sys.stdout.flush()
+    """One line of train.log, with the time. A disk without room costs the line, and not the run."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        sys.stdout.flush()
 
 
 def main(run_dir: Path, attempt: int) -> int:

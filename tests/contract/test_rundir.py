@@ -272,3 +272,17 @@ def test_the_trainers_exit_codes_stay_below_those_of_dflashctl() -> None:
         ("REFUSED", 2),
         ("STOPPED", 3),
     ]
+
+
+def test_a_record_that_a_full_disk_cut_short_costs_no_other_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = rundir.RecordWriter(tmp_path / "events.jsonl", attempt=1)
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:20]))
+        writer.write("cut", step=1)
+    writer.write("next", step=2)
+    lines, _ = rundir.complete_lines((tmp_path / "events.jsonl").read_bytes())
+    records, broken = rundir.read_records(lines)
+    assert ([record["kind"] for record in records], broken) == (["next"], 1)

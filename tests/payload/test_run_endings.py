@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -173,21 +175,46 @@ def hang_while_saving_and_fail() -> None:
     vars(pipeline)["compute_features"] = compute_or_fail
 
 
-def test_a_failure_whose_record_cannot_be_written_ends_the_run_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [f"{PACKAGE}.pipeline compute_features", f"{PACKAGE}.main prepare"])
+def test_a_failure_whose_record_cannot_be_written_ends_the_run_all_the_same(
+    where: str, tmp_path: Path
+) -> None:
     trial = Trial(tmp_path, steps=LONG, held_out="")
-    assert trial.fork(fail_with_a_full_disk) == 1
+    assert trial.fork(functools.partial(fail_with_a_full_disk, *where.split())) == 1
     assert trial.exit["outcome"] == "crashed" and trial.exit["error"].endswith("on purpose")
     assert trial.crashes() == [] and "No space left on device" in trial.log
 
 
-def fail_with_a_full_disk() -> None:
+def fail_with_a_full_disk(module: str, name: str) -> None:
     from remote_payload import crash
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     crash.write_thread = full  # type: ignore[assignment]
-    fail_at(f"{PACKAGE}.pipeline", "compute_features", 3, raise_broken)
+    fail_at(module, name, 1, raise_broken)
+
+
+def test_a_run_whose_log_and_events_find_no_room_trains_to_its_end(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, held_out="")
+    for name in (rundir.EVENTS, rundir.TRAIN_LOG):
+        (trial.run_dir / name).symlink_to("/dev/full")
+    assert trial.fork(write_at_once) == 0
+    assert trial.exit["outcome"] == "finished" and trial.exit["step"] == 6
+    assert checkpoint.damage(trial.run_dir / trial.exit["checkpoint"]) is None
+
+
+def write_at_once() -> None:
+    """Output without a buffer, as the supervisor has it (PYTHONUNBUFFERED)."""
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+
+
+def test_a_run_that_finished_has_its_exit_code_also_where_its_last_word_finds_no_room(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, held_out="")
+    (trial.run_dir / rundir.EXIT).mkdir()  # no file can take its place
+    assert trial.fork() == 0
+    assert trial.last_line.endswith("exit.json could not be written: Is a directory")
+    assert trial.events("end")[0]["outcome"] == "finished"
 
 
 def test_a_failure_before_the_threads_start_is_a_crash_of_main(tmp_path: Path) -> None:
