@@ -25,7 +25,7 @@ class EventLog(RecordWriter):
             super().write(kind, **fields)
         except OSError as error:
             if not self._lost:
-                self._log(f"{self._name} cannot be written: {error.strerror}; events are lost, the run goes on")
+                self._log(f"{self._name} cannot be written: {error.strerror}; the run goes on without it")
             self._lost += 1
             return
         if self._lost:
