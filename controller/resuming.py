@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from controller.errors import LaunchError, LocalStateError, UsageError
+from controller.errors import ConnectionLostError, LaunchError, LocalStateError, UsageError
 from controller.launch import Progress, Say, examination, of_this_attempt, payload_dir_of, prepare
 from controller.mirror_files import MirrorFiles
 from controller.place import open_place
@@ -69,14 +69,18 @@ def resume(
         order = {"run": of_this_attempt(place, payload), "changes": values, "by": by()}
         payload_dir = payload_dir_of(place, payload)
         argv = ["resume", run_place.run_dir]
-        answer, said = answer_of(session.ask(argv, json.dumps(order).encode()))
-        if not answer.get("ok"):
-            raise LaunchError(f"{run_place.run_id}: not resumed: {safe_line(said)}")
-        resumed = run_place.model_copy(
-            update={"payload_dir": payload_dir, "digest": payload.digest, "python": place.python}
-        )
-    resumed.write(directory)
-    reopen(directory)
+        try:
+            answer, said = answer_of(session.ask(argv, json.dumps(order).encode()))
+            if not answer.get("ok"):
+                raise LaunchError(f"{run_place.run_id}: not resumed: {safe_line(said)}")
+            run_place.model_copy(
+                update={"payload_dir": payload_dir, "digest": payload.digest, "python": place.python}
+            ).write(directory)
+        except ConnectionLostError as error:
+            error.hint = f"Whether it goes on says: dflashctl status {run_place.run_id}"
+            raise
+        finally:
+            reopen(directory)  # whatever came of it: the run may go on, by this order or by somebody else's
     return Resumed(
         run=run_place.run_id,
         attempt=whole(answer, "attempt") or 0,

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controller import paths
 from controller.errors import (
     CheckpointError,
+    ConnectionLostError,
     GpusInUseError,
     LaunchError,
     NotInTimeError,
@@ -20,8 +22,10 @@ from controller.errors import (
 )
 from controller.inventory import Host
 from controller.launch import LaunchedRun, launch
+from controller.place import Completed
 from controller.resuming import resume
 from controller.run_place import RunPlace
+from controller.ship import Session
 from controller.status import read_state, status_lines
 from controller.stopping import checkpoint, stop
 from controller.watching import last_state
@@ -188,6 +192,26 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_in_the_same_mirror(run: Launc
     assert any(line.startswith("  attempt 1: stopped on request at step ") for line in status_lines(state))
     log = (run.local_dir / rundir.TRAIN_LOG).read_text().splitlines()
     assert log == ["attempt 1 from step 0", f"attempt 2 from step {resumed.checkpoint}"]
+
+
+def test_a_resume_whose_answer_is_lost_is_seen_all_the_same(
+    run: LaunchedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(run.local_dir, grace_s=20, say=quiet)
+    assert last_state(run.local_dir).ended
+    ask = Session.ask
+
+    def cut(session: Session, *order: Any, **options: Any) -> Completed:
+        ask(session, *order, **options)
+        raise ConnectionLostError("cut")
+
+    monkeypatch.setattr(Session, "ask", cut)
+    with pytest.raises(ConnectionLostError) as caught:
+        resume(run.local_dir, [], say=quiet)
+    assert caught.value.hint == f"Whether it goes on says: dflashctl status {run.run_id}"
+    wait_for_state(run, "running")
+    state = last_state(run.local_dir)
+    assert (state.attempt, state.ended) == (2, False)
 
 
 def test_a_resume_under_another_payload_says_so_and_is_followed_with_it(
