@@ -18,17 +18,18 @@ from remote_payload import rundir
 
 TIMING = Timing(
     beat_s=0.02,
-    silence_s=0.15,
+    silence_s=60.0,
     ping_s=0.02,
-    hello_s=0.4,
+    hello_s=60.0,
     backoff=(0.005, 0.01),
     jitter=0.0,
-    fill_s=0.5,
+    fill_s=60.0,
     refused_s=0.05,
     lock_s=0.01,
     poll_s=0.005,
     scale=0.01,
 )
+"""What happens over and over happens at once; but no stall of a busy machine is taken for a broken feed."""
 RUN_ID = "run-1"
 
 
@@ -248,7 +249,7 @@ class Line:
     def _start(self, argv: Sequence[str]) -> FakeProcess:
         self.attempts += 1
         self.argvs.append(argv)
-        self.hang.wait(20)
+        assert self.hang.wait(100)
         if self.error is not None:
             raise self.error
         process = FakeProcess(self.remote, argv[-1], self.fate(len(self.processes)), self.chunk)

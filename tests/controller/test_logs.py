@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import os
@@ -6,17 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller import logs, trouble
 from controller.errors import ProtocolError, UnreachableError
 from controller.logs import follow_log, whole_characters
 from controller.mirror import LOG_TAIL_BYTES, NO_OLDER, Mirror, ask_for_whole_log
 from controller.mirror_files import MIRROR
 from controller.mirror_reader import MirrorReader
+from controller.timing import Timing
 from remote_payload import rundir
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
 
@@ -50,8 +54,8 @@ class Scene:
         self.code: int | BaseException | None = None
         self.thread: threading.Thread | None = None
 
-    def mirror(self, **options: Any) -> Mirror:
-        mirror = Mirror(self.folder, place_opener=self.line.open, timing=TIMING, **options)
+    def mirror(self, *, timing: Timing = TIMING, **options: Any) -> Mirror:
+        mirror = Mirror(self.folder, place_opener=self.line.open, timing=timing, **options)
         self.mirrors.append(mirror)
         mirror.start()
         return mirror
@@ -85,7 +89,7 @@ class Scene:
 
     def join(self) -> int | BaseException | None:
         assert self.thread is not None
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return self.code
 
@@ -93,13 +97,14 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "0.01")
+    monkeypatch.setattr(trouble, "_PATIENCE_S", 60.0)
     made = Scene(tmp_path)
     yield made
     for mirror in made.mirrors:
-        mirror.stop()
+        mirror.stop(60.0)
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -162,12 +167,28 @@ def test_a_run_that_nobody_works_on_any_more_is_lost(scene: Scene) -> None:
     assert "LOST: neither supervisor nor trainer" in scene.notes.getvalue()
 
 
-def test_a_half_line_waits_for_its_rest_and_is_shown_when_nothing_comes(scene: Scene) -> None:
+def test_a_half_line_waits_for_its_rest_and_is_shown_when_nothing_comes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = 1000.0, 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return now
+
+    def has_looked() -> bool:
+        return looks > 3
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=clock, time=time.time))
     scene.in_thread(follow=True)
     scene.remote.files["train.log"] += b"one\nLoading \xe6\x97"
     until(lambda: scene.out.getvalue() == b"one\n")
-    time.sleep(0.1)
-    assert scene.out.getvalue() == b"one\n"
+    for passed in (0.0, 0.99):
+        now, looks = 1000.0 + passed * logs.QUIET_S, 0
+        until(has_looked)
+        assert scene.out.getvalue() == b"one\n"
+    now = 1000.0 + 1.01 * logs.QUIET_S
     until(lambda: scene.out.getvalue() == b"one\nLoading ")  # and still not half a character
     scene.remote.files["train.log"] += b"\xa5 done\n"
     until(lambda: scene.out.getvalue() == b"one\nLoading \xe6\x97\xa5 done\n")
@@ -328,7 +349,8 @@ def test_an_older_feed_that_fills_no_holes_is_waited_for_no_longer_than_its_limi
     scene.remote.fills_holes = False
     scene.line.chunk = 1 << 20
     ask_for_whole_log(scene.folder)
-    scene.in_thread(follow=follow, whole=True)
+    mirror = scene.mirror(once=not follow, timing=dataclasses.replace(TIMING, fill_s=0.5))
+    scene.in_thread(follow=follow, whole=True, mirror=mirror)
     until(lambda: scene.out.getvalue() == line * (LOG_TAIL_BYTES // len(line)))
     said = f"160000 older bytes are left out: {NO_OLDER}; `dflashctl pull RUN log` gets all of it"
     assert said in scene.notes.getvalue()
@@ -365,8 +387,8 @@ def test_a_reader_beside_the_holder_of_the_lock_sees_the_same_bytes(scene: Scene
     assert scene.out.getvalue() == bytes(scene.remote.files["train.log"])
 
 
-@pytest.mark.slow
-def test_a_holder_that_stands_still_is_named(scene: Scene) -> None:
+def test_a_holder_that_stands_still_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trouble, "_PATIENCE_S", 0.2)
     record = {"kind": "mirror", "state": "connected", "t": time.time(), "pid": 4711, "files": {}}
     (scene.folder / MIRROR).write_text(json.dumps(record))
     import fcntl
@@ -405,8 +427,8 @@ def test_on_a_terminal_the_line_is_rewritten_with_its_countdown_and_wiped(scene:
     scene.mirrors.append(mirror)
     mirror.start()
     scene.in_thread(follow=True, mirror=mirror)
-    until(lambda: "next try in 1 s" in scene.notes.getvalue())
-    assert "next try in 2 s" in scene.notes.getvalue()
+    counted = ("next try in 2 s", "next try in 1 s")
+    until(lambda: all(seconds in scene.notes.getvalue() for seconds in counted))
     assert "\n" not in scene.notes.getvalue()
     scene.line.error = None
     scene.remote.files["train.log"] += b"hello\n"
