@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -125,6 +126,7 @@ app.command()(places.prune)
 
 def main(arguments: list[str] | None = None) -> int:
     """The entry point: run one command and return its exit code."""
+    _have_streams()
     given = sys.argv[1:] if arguments is None else arguments
     atexit.register(gc.freeze)  # all ends at once: to look for cycles first would take 30 ms
     try:
@@ -142,6 +144,17 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, _usage_exception()):
             return _fail(UsageError(error.format_message(), _help_hint(error)))
         return _defect(error)
+
+
+def _have_streams() -> None:
+    """Where one of the three streams was closed (`2>&-`), nothing reads or writes in its place.
+
+    Python has None for it, and print takes that for stdout: narration would stand among the data. And the
+    next file that is opened would get its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))
 
 
 def loudness_first(words: Sequence[str]) -> list[str]:

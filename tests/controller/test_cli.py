@@ -241,6 +241,20 @@ def test_a_reader_that_goes_ends_it_quietly(env: dict[str, str]) -> None:
     process.stderr.close()
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_error_and_no_narration_gets_among_the_data(
+    env: dict[str, str], job: str, closed: str
+) -> None:
+    argv = ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *command("launch", "--dry-run", "--job", job)]
+    done = subprocess.run(argv, env=environment(env), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if ">&-" in closed.split():
+        assert done.stdout == ""
+    else:
+        assert done.stdout.startswith("# The frozen model to draft for")
+    assert ("place: local" in done.stderr) is ("2>&-" not in closed)
+
+
 def test_ctrl_c_ends_it_quietly_with_a_code_of_its_own(env: dict[str, str], tmp_path: Path) -> None:
     fifo = tmp_path / "mine.toml"
     os.mkfifo(fifo)
