@@ -185,13 +185,13 @@ def _walled(error: DflashctlError, host: Host, made: set[str]) -> list[Check]:
     return [*lines, Check(wall, "failure", error.message.removeprefix(f"{host.name}: "), error.hint)]
 
 
-def print_report(checks: Sequence[Check]) -> str:
+def report_text(checks: Sequence[Check]) -> str:
     """The lines for people."""
     marks = {"ok": "ok      ", "warning": "warning ", "failure": "FAILURE "}
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(f"{marks[check.level]} {check.name.ljust(width)}  {check.seen}".rstrip())
+        lines.append(f"{marks[check.level]} {check.name.ljust(width)}  {safe_line(check.seen)}".rstrip())
         if check.level != "ok":
-            lines += [f"{'':9}{'':{width}}  -> {line}" for line in check.todo.splitlines()]
+            lines += [f"{'':9}{'':{width}}  -> {safe_line(line)}" for line in check.todo.splitlines()]
     return "\n".join(lines)

@@ -154,7 +154,7 @@ def _have_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the process ends
 
 
 def loudness_first(words: Sequence[str]) -> list[str]:
@@ -182,10 +182,12 @@ def _fail(error: DflashctlError) -> int:
         print(file=sys.stderr)
         say(error.message)
         return error.exit_code
+    from controller.text import safe_line
+
     explain(error)
-    say(f"error: {error.message}")
+    say(f"error: {safe_line(error.message)}")  # a part of it may be what a host or a login said
     for line in error.hint.splitlines():
-        say(f"hint: {line}")
+        say(f"hint: {safe_line(line)}")
     return error.exit_code
 
 
@@ -201,15 +203,17 @@ def _help_hint(error: Any) -> str:
 
 def _defect(error: Exception) -> int:
     from controller.paths import state_root
+    from controller.text import safe_line
 
     text = "".join(traceback.format_exception(error))
     path = state_root() / "crashes" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
         where = f"its report is {path}"
     except OSError:
         print(text, file=sys.stderr)
         where = "its report stands above"
-    say(f"error: unexpected {type(error).__name__}: {error}; a defect of dflashctl; {where}")
+    said = safe_line(str(error))
+    say(f"error: unexpected {type(error).__name__}: {said}; a defect of dflashctl; {where}")
     return INTERNAL_EXIT_CODE

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from controller.text import safe_line
+from controller.text import aligned, safe_line
 
 _HEAD = ("GPU", "NAME", "MEMORY", "BUSY", "POWER", "HEAT", "RUNS")
 
@@ -21,13 +21,9 @@ def table(listing: Mapping[str, Any]) -> str:
             reasons[f"GPU {gpu.get('index')}: {safe_line(str(why))}"] = None
     if len(rows) == 1:
         return f"no GPU ({safe_line(str(listing['why']))})"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [time.strftime("%H:%M:%S", time.localtime(listing["t"]))] if listing.get("t") else []
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
     problem = listing.get("why")
-    return "\n".join([*lines, *reasons, *([safe_line(str(problem))] if problem else [])])
+    return "\n".join([*lines, *aligned(rows), *reasons, *([safe_line(str(problem))] if problem else [])])
 
 
 def _row(gpu: Mapping[str, Any]) -> tuple[str, ...]:
@@ -42,5 +38,5 @@ def _row(gpu: Mapping[str, Any]) -> tuple[str, ...]:
         shown("utilization_share", "{:.0f} %", 100),
         f"{shown('power_w', '{:.0f}')}/{shown('power_limit_w', '{:.0f} W')}",
         shown("temperature_c", "{:.0f} °C"),
-        ", ".join(gpu.get("runs", [])),
+        safe_line(", ".join(gpu.get("runs", []))),
     )

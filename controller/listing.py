@@ -10,7 +10,7 @@ from typing import TextIO
 from controller.glance import glance
 from controller.paths import KnownRun, known_runs
 from controller.run_records import whole
-from controller.text import safe_line
+from controller.text import aligned, safe_line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,10 +44,7 @@ def print_runs(out: TextIO, *, as_json: bool) -> None:
         step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
         launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
         table.append((row.run, row.state, step, launched, row.host, row.job))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(cells).rstrip(), file=out)
+    print("\n".join(aligned(table)), file=out)
 
 
 def _row(run: KnownRun, now: float) -> Row:

@@ -11,7 +11,7 @@ from controller.errors import ConnectionLostError, PayloadEnvironmentError, Usag
 from controller.paths import payloads_of_logs
 from controller.place import Place
 from controller.ship import Payload, start
-from controller.text import last_line, safe_line
+from controller.text import aligned, last_line, safe_line
 from controller.tui.figures import amount
 
 _WAIT_S: Final = 600.0
@@ -76,9 +76,4 @@ def table(items: Sequence[Item]) -> str:
                 safe_line("; ".join(filter(None, (item["state"], why)))),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))

@@ -31,6 +31,7 @@ from controller.place import (
     script,
 )
 from controller.ssh import DEFAULT_TIMEOUT_S, SshConnection, release, shared
+from controller.text import last_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,5 +207,4 @@ class Proxmox(Ssh):
 
 
 def _last_line(error: NotBegunError) -> str:
-    lines = [line.strip() for line in error.text.splitlines() if line.strip()]
-    return lines[-1] if lines else f"it said nothing and left with status {error.status}"
+    return last_line(error.text.encode(), f"it said nothing and left with status {error.status}")

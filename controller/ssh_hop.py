@@ -22,6 +22,7 @@ from controller.errors import DflashctlError, UnreachableError
 from controller.known_hosts import KnownHosts
 from controller.ssh_config import SshSettings, look_up
 from controller.ssh_login import log_in
+from controller.text import last_line
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -162,8 +163,7 @@ def _last_line(said: IO[bytes] | None) -> str:
     if said is None:
         return ""
     said.seek(0)
-    lines = said.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+    return last_line(said.read(), "")
 
 
 def _explained(error: Exception, settings: SshSettings, jumped: bool, proxy_said: str) -> DflashctlError:

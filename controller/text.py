@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Sequence
 from typing import Final
 
 MAX_COLUMNS: Final = 4096
@@ -54,6 +55,14 @@ def safe_lines(text: str) -> list[str]:
     if lines[-1] == "":
         lines.pop()
     return [shown(newest_state(line)) for line in lines]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table for a terminal: every column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 class LineDecoder:

@@ -108,6 +108,7 @@ def gpus(
     from controller.gpu_table import table
     from controller.place import open_place
     from controller.ship import pack, start
+    from controller.text import safe_line
 
     chosen = chosen_host(host, kind, container, user, port)
     listed: dict[str, Any] = {}
@@ -128,7 +129,7 @@ def gpus(
     if not listed:
         raise PayloadEnvironmentError(f"{chosen.name}: its GPUs could not be listed")
     if listed["why"] and not listed["gpus"]:
-        say(f"{chosen.name}: no GPU can be used: {listed['why']}")
+        say(f"{chosen.name}: no GPU can be used: {safe_line(str(listed['why']))}")
     return 0
 
 
@@ -221,7 +222,7 @@ def doctor(
     dflashctl doctor --host gpubox --json | jq '.checks[] | select(.level != "ok")'
     """
     from controller import jobs
-    from controller.checkup import between, look_at, print_report
+    from controller.checkup import between, look_at, report_text
     from controller.errors import PayloadEnvironmentError
 
     hosts = [chosen_host([name], kind, container, user, port) for name in host or []]
@@ -233,13 +234,13 @@ def doctor(
         code = code or report.exit_code
         if len(hosts) > 1 and not as_json:
             print(f"{each.name}:")
-        print(json.dumps(report.to_json()) if as_json else print_report(report.checks), flush=True)
+        print(json.dumps(report.to_json()) if as_json else report_text(report.checks), flush=True)
         if report.error is not None:
             return code
     if len(hosts) > 1:
         ways = between(hosts)
         record = {"hosts": [each.name for each in hosts], "checks": [dataclasses.asdict(way) for way in ways]}
-        print(json.dumps(record) if as_json else "between them:\n" + print_report(ways))
+        print(json.dumps(record) if as_json else "between them:\n" + report_text(ways))
         if any(way.level == "failure" for way in ways):
             code = code or PayloadEnvironmentError.exit_code
     return code

@@ -48,11 +48,12 @@ def pull(
     from controller.paths import find_run
     from controller.pull import listing
     from controller.pull import pull as pull_files
+    from controller.text import safe_line
 
     directory = find_run(None if run == "-" else run)
     if not what:
         for name, size in listing(directory, say=say):
-            print(json.dumps({"file": name, "size": size}) if as_json else f"{size:>15,} {name}")
+            print(json.dumps({"file": name, "size": size}) if as_json else f"{size:>15,} {safe_line(name)}")
         return 0
     meter = Meter()
     try:

@@ -271,14 +271,36 @@ def test_ctrl_c_ends_it_quietly_with_a_code_of_its_own(env: dict[str, str], tmp_
     assert (out, err) == (b"", b"\ninterrupted; a run that was started goes on\n")
 
 
-def test_an_unexpected_error_is_one_line_with_a_report(env: dict[str, str]) -> None:
+def failing(env: dict[str, str], expression: str) -> subprocess.CompletedProcess[str]:
+    """`dflashctl runs` whose work is to evaluate `expression`."""
     code = (
         "import sys, controller.cli as cli; import controller.listing as listing;"
-        "listing.print_runs = lambda *a, **k: 1 // 0;"
+        "from controller.errors import UnreachableError\n"
+        "def fail(error): raise error\n"
+        f"listing.print_runs = lambda *a, **k: {expression}\n"
         "sys.exit(cli.main(['runs']))"
     )
-    argv = [*command()[:2], code]
-    done = subprocess.run(argv, env=environment(env), capture_output=True, text=True)
+    return subprocess.run(
+        [*command()[:2], code], env=environment(env), capture_output=True, text=True, errors="replace"
+    )
+
+
+def test_what_a_host_says_in_an_error_moves_no_cursor_and_renames_no_window(env: dict[str, str]) -> None:
+    done = failing(
+        env, r"fail(UnreachableError('gpubox: \x1b]0;owned\x07\x1b[2J\x9b1mno', 'Try\x1b[A it\nor not'))"
+    )
+    assert done.stderr == "error: gpubox: no\nhint: Try it\nhint: or not\n"
+
+
+def test_a_name_that_is_no_text_is_in_the_report_of_a_defect_all_the_same(env: dict[str, str]) -> None:
+    done = failing(env, r"fail(RuntimeError('a\udcff'))")
+    assert done.returncode == 99
+    (line,) = done.stderr.splitlines()
+    assert r"a\udcff" in Path(line.rpartition(" ")[2]).read_text()
+
+
+def test_an_unexpected_error_is_one_line_with_a_report(env: dict[str, str]) -> None:
+    done = failing(env, "1 // 0")
     assert done.returncode == 99
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: unexpected ZeroDivisionError")

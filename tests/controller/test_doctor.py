@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from controller.doctor import OLDEST, examine, question, require
+from controller.checkup import report_text
+from controller.doctor import OLDEST, Check, examine, question, require
 from controller.errors import PayloadEnvironmentError
 from controller.inventory import Host
 from remote_payload.job import Job
@@ -209,3 +210,8 @@ def test_a_launch_leaves_a_missing_path_to_the_trainer_and_warns() -> None:
 def test_a_question_carries_the_jobs_paths_and_no_secret() -> None:
     host = HOST.model_copy(update={"env": {"HF_HOME": "/hf", "HF_TOKEN": "hf_secret"}})
     assert question(JOB, host) == {"paths": ["t", "d"], "env": {"HF_HOME": "/hf"}, "deep": False}
+
+
+def test_the_report_for_people_shows_what_a_host_said_without_its_escape_sequences() -> None:
+    text = report_text([Check("pct", "failure", "no\x1b[2J pct", "Try\x1b[A it\nor not")])
+    assert text == "FAILURE  pct  no pct\n              -> Try it\n              -> or not"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.text import MAX_COLUMNS, LineDecoder, safe_line, safe_lines
+from controller.text import MAX_COLUMNS, LineDecoder, aligned, safe_line, safe_lines
 
 
 def lines_of(*chunks: bytes) -> list[str]:
@@ -97,3 +97,11 @@ def test_a_flood_is_decoded_at_a_pace_that_a_view_can_follow(unit: bytes) -> Non
     for _ in range(64):  # 4 MiB
         decoder.feed(chunk)
     assert time.process_time() - start < 2.0
+
+
+def test_a_table_has_columns_as_wide_as_their_widest_cell_and_nothing_behind_the_last() -> None:
+    assert aligned([("RUN", "STATE", ""), ("a-long-one", "LIVE", "x"), ("b", "", "")]) == [
+        "RUN         STATE",
+        "a-long-one  LIVE   x",
+        "b",
+    ]
