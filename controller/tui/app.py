@@ -143,6 +143,8 @@ class RunApp(RunActions):
 
     async def on_mount(self) -> None:
         """Begin to read."""
+        if self._period_s is not None:
+            self._mind_signals()  # before anything is drawn
         await self.push_screen(self._run_screen)  # and not as the default one, which cannot be switched
         self.call_after_refresh(self._open_log)
         if self._period_s is None:
@@ -150,7 +152,6 @@ class RunApp(RunActions):
         else:
             self.call_after_refresh(self._ticker.start)
             self.set_interval(2 * self._period_s, self._watch_reader)
-            self._mind_signals()
 
     def on_unmount(self) -> None:
         """End the thread."""

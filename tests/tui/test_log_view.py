@@ -308,7 +308,18 @@ async def test_colours_of_a_log_are_shown_in_ours_and_no_other_code_has_any_effe
 
 
 @pytest.mark.slow
-async def test_two_gigabytes_open_at_once_at_their_end(tmp_path: Path) -> None:
+async def test_two_gigabytes_open_at_once_at_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread, were_read = os.pread, 0
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal were_read
+        data = pread(descriptor, size, offset)
+        were_read += len(data)
+        return data
+
+    monkeypatch.setattr(os, "pread", counted)
     run = numbered(10)
     directory = run.write(tmp_path / "run")
     with (directory / "train.log").open("r+b") as file:
@@ -321,15 +332,14 @@ async def test_two_gigabytes_open_at_once_at_their_end(tmp_path: Path) -> None:
     (directory / "mirror.json").write_text(json.dumps(record))
     app = RunApp(directory, clock=lambda: golden.NOW, period_s=None)
     async with app.run_test(size=(80, 24)) as pilot:
-        began = time.monotonic()
         await pilot.pause()
         await pilot.pause()
         assert "the last line" in screen_text(pilot)
-        assert time.monotonic() - began < 2
+        assert 0 < were_read < 32 << 20
         for key in ("pageup", "home", "end"):
             await pilot.press(key)
             await pilot.pause()
-        assert time.monotonic() - began < 4
+        assert were_read < 64 << 20
         assert "the last line" in screen_text(pilot)
 
 
@@ -344,17 +354,16 @@ async def test_keys_are_answered_while_a_hundred_thousand_lines_a_second_arrive(
         view = app._run_screen.log_view
         with (directory / "train.log").open("ab") as file:
             for n in range(20):
-                began = time.monotonic()
+                began, used = time.monotonic(), time.process_time()
                 file.write(portion)
                 file.flush()
                 await pilot.press("pageup" if n % 2 else "f")
-                waits.append(time.monotonic() - began)
-                await asyncio.sleep(max(0.0, 0.1 - waits[-1]))
-        for _ in range(100):
-            await asyncio.sleep(0.05)
-            if view.following and "flood" in view.visible_text():
-                break
+                waits.append(time.process_time() - used)  # of this process: a busy machine adds nothing
+                await asyncio.sleep(max(0.0, began + 0.1 - time.monotonic()))
+        end = time.monotonic() + 60
+        while not (view.following and "flood" in view.visible_text()) and time.monotonic() < end:
             view.set_following(True)
+            await asyncio.sleep(0.05)
         assert "flood" in view.visible_text()
     assert sorted(waits)[len(waits) // 2] < 0.5, waits
 

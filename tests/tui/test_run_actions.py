@@ -40,7 +40,7 @@ def known(run: golden.Run) -> Path:
     return directory
 
 
-async def until(pilot: Pilot[Any], true: Callable[[], bool], timeout: float = 8.0) -> None:
+async def until(pilot: Pilot[Any], true: Callable[[], bool], timeout: float = 60.0) -> None:
     end = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < end, screen_text(pilot)

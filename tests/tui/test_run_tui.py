@@ -27,9 +27,10 @@ from controller.tui.app import run_tui
 
 class Stuck:  # a connection that hangs: its thread never looks at anything
     def start(self):
-        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     def stop(self, timeout=0.0):
-        time.sleep(min(timeout, 0.2))
+        assert timeout <= 0.2
+        time.sleep(timeout)
     def poke(self):
         pass
 
@@ -52,7 +53,7 @@ class Terminal:
         self.slave = slave
         self.output = b""
 
-    def read_until(self, text: bytes, timeout: float) -> None:
+    def read_until(self, text: bytes, timeout: float = 60.0) -> None:
         until = time.monotonic() + timeout
         while text not in self.output:
             left = until - time.monotonic()
@@ -60,7 +61,7 @@ class Terminal:
             if select.select([self.master], [], [], left)[0]:
                 self.output += os.read(self.master, 65536)
 
-    def finish(self, timeout: float) -> int:
+    def finish(self, timeout: float = 60.0) -> int:
         until = time.monotonic() + timeout
         while self.child.poll() is None:
             assert time.monotonic() < until, "the view did not end"
@@ -83,13 +84,10 @@ def test_q_ends_the_process_at_once_with_a_connection_that_hangs_and_restores_th
 ) -> None:
     terminal = Terminal(golden.healthy().write(tmp_path))
     try:
-        terminal.read_until(b"1129-a7f3", 30)
-        terminal.read_until(b"detach", 30)
-        began = time.monotonic()
+        terminal.read_until(b"1129-a7f3")
+        terminal.read_until(b"detach")
         os.write(terminal.master, b"q")
-        assert terminal.finish(10) == 0
-        took = time.monotonic() - began
-        assert took < 2.0, "0.5 s on a machine that is not busy (bench.tui measures it)"
+        assert terminal.finish() == 0, "0.5 s later on a machine that is not busy (bench.tui measures it)"
         assert b"\x1b[?1049l" in terminal.output, "the alternate screen was left"
         assert b"\x1b[?25h" in terminal.output, "the cursor is back"
         assert termios.tcgetattr(terminal.slave) == terminal.before
@@ -100,12 +98,12 @@ def test_q_ends_the_process_at_once_with_a_connection_that_hangs_and_restores_th
 def test_what_is_typed_ahead_of_a_question_is_no_key(tmp_path: Path) -> None:
     terminal = Terminal(golden.healthy().write(tmp_path))
     try:
-        terminal.read_until(b"detach", 30)
+        terminal.read_until(b"detach")
         os.write(terminal.master, b"/lS\r")  # l alone would open the launch form, S ask to stop the run
         with pytest.raises(AssertionError):
             terminal.read_until(b"launch", 1)
         os.write(terminal.master, b"q")
-        assert terminal.finish(10) == 0, "q detaches: no question is open"
+        assert terminal.finish() == 0, "q detaches: no question is open"
     finally:
         terminal.close()
 
@@ -115,11 +113,11 @@ def test_a_run_that_goes_on_is_redrawn_every_second(tmp_path: Path) -> None:
     directory = run.write(tmp_path)
     terminal = Terminal(directory)
     try:
-        terminal.read_until(b"12,345", 30)
+        terminal.read_until(b"12,345")
         assert run.progress is not None
         run.progress["step"] = 12_399
         run.write(directory)
-        terminal.read_until(b"12,399", 10)
+        terminal.read_until(b"12,399")
     finally:
         terminal.close()
 
@@ -144,9 +142,9 @@ def test_a_defect_of_the_view_leaves_the_terminal_whole_and_one_line_that_says_w
     monkeypatch.setattr(sys.modules[__name__], "PROGRAM", FAILING)
     terminal = Terminal(golden.healthy().write(tmp_path / "run"))
     try:
-        terminal.read_until(b"1129-a7f3", 30)
+        terminal.read_until(b"1129-a7f3")
         os.write(terminal.master, b"\x0c")
-        assert terminal.finish(20) == 99
+        assert terminal.finish() == 99
         assert b"\x1b[?1049l" in terminal.output
         after = terminal.output.rpartition(b"\x1b[?1049l")[2].decode()
         assert "error: the view failed, a defect of dflashctl; the run goes on; its report: " in after
@@ -166,9 +164,9 @@ def test_a_defect_of_the_view_leaves_the_terminal_whole_and_one_line_that_says_w
 def test_a_signal_that_ends_the_view_leaves_the_terminal_whole(number: int, tmp_path: Path) -> None:
     terminal = Terminal(golden.healthy().write(tmp_path))
     try:
-        terminal.read_until(b"detach", 30)
+        terminal.read_until(b"detach")
         os.kill(terminal.child.pid, number)
-        assert terminal.finish(10) == 0
+        assert terminal.finish() == 0
         assert b"\x1b[?1049l" in terminal.output
         assert termios.tcgetattr(terminal.slave) == terminal.before
     finally:
@@ -177,11 +175,11 @@ def test_a_signal_that_ends_the_view_leaves_the_terminal_whole(number: int, tmp_
 
 def test_a_view_ends_with_its_terminal(tmp_path: Path) -> None:
     terminal = Terminal(golden.healthy().write(tmp_path))
-    terminal.read_until(b"detach", 30)
+    terminal.read_until(b"detach")
     os.close(terminal.slave)
     os.close(terminal.master)
     try:
-        assert terminal.child.wait(10) == 128 + signal.SIGHUP
+        assert terminal.child.wait(60) == 128 + signal.SIGHUP
     finally:
         terminal.child.kill()
         terminal.child.wait()
@@ -190,19 +188,19 @@ def test_a_view_ends_with_its_terminal(tmp_path: Path) -> None:
 def test_ctrl_z_gives_the_terminal_back_and_a_continued_view_draws_itself_anew(tmp_path: Path) -> None:
     terminal = Terminal(golden.healthy().write(tmp_path))
     try:
-        terminal.read_until(b"detach", 30)
+        terminal.read_until(b"detach")
         os.write(terminal.master, b"\x1a")
-        terminal.read_until(b"\x1b[?1049l", 10)
-        until = time.monotonic() + 10
+        terminal.read_until(b"\x1b[?1049l")
+        until = time.monotonic() + 60
         while Path(f"/proc/{terminal.child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < until, "it does not sleep"
             time.sleep(0.02)
         terminal.output = b""
         os.kill(terminal.child.pid, signal.SIGCONT)
-        terminal.read_until(b"\x1b[?1049h", 10)
-        terminal.read_until(b"1129-a7f3", 10)
+        terminal.read_until(b"\x1b[?1049h")
+        terminal.read_until(b"1129-a7f3")
         os.write(terminal.master, b"q")
-        assert terminal.finish(10) == 0
+        assert terminal.finish() == 0
     finally:
         terminal.close()
 

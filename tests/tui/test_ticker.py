@@ -32,14 +32,14 @@ async def test_a_reader_that_fails_is_said_and_never_leaves_live_on_the_screen(
     async with app.run_test(size=(80, 24)) as pilot:
         await _until(lambda: "LIVE" in screen_text(pilot))
         broken.set()
-        await _until(lambda: "LIVE" not in screen_text(pilot))
+        await _until(lambda: "MemoryError: [no] memory" in screen_text(pilot))
         assert "THIS VIEW IS STUCK" in screen_text(pilot)
-        assert "MemoryError: [no] memory" in screen_text(pilot)
+        assert "LIVE" not in screen_text(pilot)
         broken.clear()
         await _until(lambda: "LIVE" in screen_text(pilot))
 
 
-async def _until(true: object, timeout: float = 20.0) -> None:
+async def _until(true: object, timeout: float = 60.0) -> None:
     assert callable(true)
     end = time.monotonic() + timeout
     while not true():
@@ -53,7 +53,7 @@ def test_the_next_tick_waits_until_the_screen_has_taken_the_last(tmp_path: Path)
     ticker = Ticker(tmp_path, delivered.append, clock=lambda: golden.NOW, period_s=0.01)
     ticker.start()
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not delivered and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.2)
