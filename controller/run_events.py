@@ -105,7 +105,8 @@ def _target_ready(r: Record) -> Line:
     line = f"target {_count(r, 'target')} runs {text(r, 'execution') or '?'}"
     shapes = r.get("shapes")
     if isinstance(shapes, list) and shapes:
-        line += f", {len(shapes)} graphs of {_figure(r, 'graphs_gib', '.1f')} GiB"
+        many = f"{len(shapes)} graph{'s' * (len(shapes) != 1)}"
+        line += f", {many} of {_figure(r, 'graphs_gib', '.1f')} GiB"
     timed = [(name, number(r, f"{name}_pass_s")) for name in ("eager", "graph")]
     shown = [f"{seconds * 1e3:.0f} ms {name}" for name, seconds in timed if seconds is not None]
     line += f", pass {', '.join(shown)}" if shown else ""
@@ -147,12 +148,20 @@ def _pid(r: Record) -> str:
 
 
 def _eval(r: Record) -> Line:
-    mismatches = whole(r, "mismatches") or 0
     line = f"evaluation: tau {_figure(r, 'tau', '.3f')} over {_count(r, 'prompts')} prompts"
-    line += f" in {_figure(r, 'seconds', '.1f')}s"
-    if mismatches:
-        return Level.BAD, f"{line}, {mismatches:,} texts differ from the target's own"
+    line += f" in {_figure(r, 'eval_s', '.1f')}s"
+    wrong = _unexplained(r)
+    if wrong:
+        return Level.BAD, f"{line}, {wrong:,} texts are not the target's own"
+    if ties := whole(r, "diverged_allowed"):
+        line += f", {ties:,} texts part from the target's own at a tie"
     return Level.GOOD, line
+
+
+def _unexplained(r: Record) -> int | None:
+    """Texts of an evaluation that are not the target's own and that rounding does not explain."""
+    diverged = whole(r, "diverged")
+    return None if diverged is None else diverged - (whole(r, "diverged_allowed") or 0)
 
 
 def _checkpoint(r: Record) -> Line:
@@ -329,7 +338,8 @@ class Evaluation:
     tau_macro: float | None
     acceptance: tuple[float | None, ...]
     prompts: int | None
-    mismatches: int | None
+    unexplained: int | None
+    """Texts that are not the target's own by more than a tie: decoding was not lossless."""
     tokens_per_s: float | None
     plain_tokens_per_s: float | None
     by_kind: tuple[tuple[str, float | None, int | None], ...]
@@ -345,7 +355,7 @@ def evaluation(record: Record) -> Evaluation:
         tau_macro=number(record, "tau_macro"),
         acceptance=numbers(record, "acceptance"),
         prompts=whole(record, "prompts"),
-        mismatches=whole(record, "mismatches"),
+        unexplained=_unexplained(record),
         tokens_per_s=number(record, "tokens_per_s"),
         plain_tokens_per_s=number(record, "plain_tokens_per_s"),
         by_kind=tuple(

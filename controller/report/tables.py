@@ -102,10 +102,10 @@ def evaluations(state: RunState) -> Markup | None:
     best = max((one.tau for one in found if one.tau is not None), default=None)
     rows = [
         (
-            "bad" if one.mismatches else "",
+            "bad" if one.unexplained else "",
             [figures.count(one.step), el("b", figures.decimal(one.tau, 3)) if one.tau == best else
              figures.decimal(one.tau, 3), figures.decimal(one.tau_macro, 3), figures.count(one.prompts),
-             figures.count(one.mismatches), figures.decimal(one.tokens_per_s, 1),
+             figures.count(one.unexplained), figures.decimal(one.tokens_per_s, 1),
              figures.decimal(one.plain_tokens_per_s, 1),
              ", ".join(f"{kind} {figures.decimal(tau, 2)}" for kind, tau, _ in one.by_kind)],
         )
@@ -113,7 +113,8 @@ def evaluations(state: RunState) -> Markup | None:
     ]  # fmt: skip
     return table(
         [("step", True), ("tau", True), ("tau, mean of prompts", True), ("prompts", True),
-         ("texts that differ", True), ("tokens/s", True), ("without drafter", True), ("by kind", False)],
+         ("texts not the target's own", True), ("tokens/s", True), ("without drafter", True),
+         ("by kind", False)],
         rows,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.run_events import Level, events
+from controller.run_events import Level, evaluation, events
 from controller.run_state import News, RunState, reduce
 from controller.status import status_lines
 from controller.tui.overview import learning_line
@@ -58,6 +58,24 @@ def test_each_event_is_one_line_that_says_what_happened(
 ) -> None:
     (event,) = events([record])
     assert (event.level, event.line) == (level, line)
+
+
+@pytest.mark.parametrize(
+    ("diverged", "allowed", "level", "end"),
+    [
+        (0, 0, Level.GOOD, "in 31.0s"),
+        (60, 60, Level.GOOD, "in 31.0s, 60 texts part from the target's own at a tie"),
+        (60, 57, Level.BAD, "in 31.0s, 3 texts are not the target's own"),
+    ],
+)
+def test_an_evaluation_says_whether_its_texts_are_the_targets_own(
+    diverged: int, allowed: int, level: Level, end: str
+) -> None:
+    record = {"kind": "eval", "step": 9, "tau": 2.5, "prompts": 64, "eval_s": 31.04}
+    record |= {"text_equal": 64 - diverged, "diverged": diverged, "diverged_allowed": allowed}
+    (event,) = events([record])
+    assert (event.level, event.line) == (level, f"evaluation: tau 2.500 over 64 prompts {end}")
+    assert evaluation(record).unexplained == diverged - allowed
 
 
 def test_the_best_and_what_went_wrong_are_read_from_the_progress_and_absent_ones_are_none() -> None:

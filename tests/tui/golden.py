@@ -158,7 +158,8 @@ class Run:
             if step > 2 and (step // 8) % 250 == 0:
                 tau = 1 + 2.25 * (1 - math.exp(-step / 3300))
                 records.append({"kind": "eval", "t": start + 90 + 0.86 * step, "step": step, "tau": tau,
-                                "prompts": 64, "seconds": 31.0, "mismatches": 0, "by_kind": {},
+                                "prompts": 64, "eval_s": 31.0, "text_equal": 60, "diverged": 4,
+                                "diverged_allowed": 4, "by_kind": {},
                                 "acceptance": [0.74 * 0.72**k for k in range(15)]})  # fmt: skip
         records.append({"kind": "checkpoint", "t": t - 370, "step": 12_000, "path": "step-12000",
                         "bytes": 14_680_064_000, "seconds": 9.4})  # fmt: skip
