@@ -15,6 +15,7 @@ from controller.errors import ProtocolError, RunLostError
 from controller.run_events import Event, Level
 from controller.run_reader import RunReader
 from controller.text import safe_line
+from controller.tui import figures
 from controller.watching import catch_up
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ def change_record(state: RunState, event: Event | None) -> dict[str, Any]:
 
 
 def _line(state: RunState, event: Event | None) -> str:
-    at = state.now if event is None or event.t is None else event.t - state.clock_difference_s
-    clock = time.strftime("%H:%M:%S", time.localtime(at))
+    clock = figures.clock(state.here(event.t) if event is not None and event.t is not None else state.now)
     p = state.progress
     where = f" step {p.step}" + (f"/{p.steps}" if p.steps else "") if p and p.step is not None else ""
     what = event.line if event is not None else state.health.detail

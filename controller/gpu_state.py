@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Iterable, Mapping
 
 from controller.run_records import Device, Record, number, rows, table, text, whole
@@ -140,8 +141,8 @@ class GpuTable:
         for device in devices:
             if device.uuid:
                 by_uuid[_bare(device.uuid)] = device.roles
-            elif device.device.startswith("cuda:") and device.device[5:].isdigit():
-                by_index[int(device.device[5:])] = device.roles
+            elif found := re.fullmatch(r"cuda:([0-9]{1,9})", device.device):
+                by_index[int(found[1])] = device.roles
         gpus = []
         sliced = any(gpu.mig for gpu in self.gpus)  # there the trainer's uuid is that of a slice
         if sliced and not any(_bare(gpu.uuid) in by_uuid for gpu in self.gpus):
@@ -190,16 +191,16 @@ def _sampled(gpu: Gpu, row: Record, present: bool) -> Gpu:
         power_w=number(row, "power_w"),
         temperature_c=number(row, "temperature_c"),
         sm_clock_mhz=number(row, "sm_clock_mhz"),
-        throttle=_bits(row.get("throttle")),
+        throttle=_bits(row),
         why=tuple((str(k), str(v)) for k, v in why.items()) if isinstance(why, Mapping) else (),
         history=(*gpu.history, utilization)[-HISTORY:],
     )
 
 
-def _bits(value: object) -> int:
+def _bits(row: Record) -> int:
     try:
-        return int(value, 16) if isinstance(value, str) else int(value) if value else 0  # type: ignore[call-overload]
-    except (ValueError, TypeError):
+        return int(text(row, "throttle"), 16)
+    except ValueError:
         return 0
 
 

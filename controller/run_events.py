@@ -66,10 +66,7 @@ def _figure(record: Record, key: str, form: str) -> str:
 
 def _dataset(r: Record) -> Line:
     skipped = table(r, "skipped")
-    left_out = sum(
-        n if isinstance(n, int) else (whole(n, "count") or 0) if isinstance(n, dict) else 0
-        for n in skipped.values()
-    )
+    left_out = sum(whole(skipped, why) or whole(table(skipped, why), "count") or 0 for why in skipped)
     line = f"{_count(r, 'samples')} samples, {_count(r, 'batches')} batches an epoch"
     line += f" (min={_count(r, 'batch_min')} max={_count(r, 'batch_max')}"
     line += f" avg={_figure(r, 'batch_mean', '.1f')})"

@@ -226,6 +226,10 @@ class RunState:
         """The curves over the step number, by name (`CURVES`)."""
         return self.history.curves
 
+    def here(self, t: float | None) -> float | None:
+        """The container's time `t` by this machine's clock."""
+        return None if t is None else t - self.clock_difference_s
+
     def container_age(self, t: float | None) -> float | None:
         """Seconds since the container's time `t`, by its own clock; never negative."""
         return None if t is None else max(0.0, self.now + self.clock_difference_s - t)

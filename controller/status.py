@@ -130,7 +130,7 @@ def status_lines(state: RunState) -> list[str]:
     lines += [f"  ! {alarm.what}" for alarm in alarms(state)]
     interesting = [event for event in state.events if event.level >= 2][-_EVENTS:]
     for event in interesting:
-        lines.append(f"  {figures.clock(event.t)} {safe_line(event.line)}")
+        lines.append(f"  {figures.clock(state.here(event.t))} {safe_line(event.line)}")
     crash = state.first_crash
     if crash is not None:
         where = ", ".join(filter(None, (crash.role, crash.device)))

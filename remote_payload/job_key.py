@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin
@@ -60,7 +61,7 @@ def devices(value: Sequence[str]) -> str | None:
     """Devices by torch's names, or "auto"."""
 
     def known(name: str) -> bool:
-        return name in ("auto", "cpu") or (name.startswith("cuda:") and name[5:].isdigit())
+        return re.fullmatch(r"auto|cpu|cuda:[0-9]{1,4}", name) is not None
 
     good = bool(value) and all(map(known, value))
     return None if good else "a list of devices such as ['cuda:0', 'cuda:1'], ['cpu'] or ['auto']"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 
 from controller.report.markup import Markup, el
@@ -109,7 +108,7 @@ def _gpu_figure(state: RunState, plot: Plot) -> Markup | None:
     span = window.end - window.start
 
     def at(x: float) -> str:
-        return time.strftime("%d %b %H:%M:%S", time.localtime(x - state.clock_difference_s))
+        return figures.clock(state.here(x), "%d %b %H:%M:%S")
 
     length = 8 if span < 1200 else 5
     ticks = [

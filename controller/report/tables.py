@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from controller.gpu_state import GpuWord
@@ -37,9 +36,7 @@ def table(columns: Sequence[Column], rows: Iterable[tuple[str, Sequence[Child]]]
 
 def moment(t: float | None, state: RunState) -> str:
     """The container's time `t` as this machine's date and time."""
-    if t is None:
-        return figures.UNKNOWN
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t - state.clock_difference_s))
+    return figures.UNKNOWN if t is None else figures.clock(state.here(t), "%Y-%m-%d %H:%M:%S")
 
 
 def _meter(share: float | None) -> Markup | None:

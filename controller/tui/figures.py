@@ -78,9 +78,12 @@ def span(value: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def clock(t: float | None) -> str:
-    """The time of day, in this machine's zone."""
-    return "--:--:--" if t is None else time.strftime("%H:%M:%S", time.localtime(t))
+def clock(t: float | None, form: str = "%H:%M:%S") -> str:
+    """The time of day, or what `form` (as of strftime) asks for, in this machine's zone."""
+    try:
+        return "--:--:--" if t is None else time.strftime(form, time.localtime(t))
+    except (OverflowError, ValueError, OSError):  # a record may hold a time that no calendar has
+        return "--:--:--"
 
 
 def bar(value: float | None, width: int) -> str:

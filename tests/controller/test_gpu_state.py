@@ -46,6 +46,7 @@ def table(*samples: dict[str, Any], training: bool = True) -> GpuTable:
         ({"throttle": "0x0000000000000008"}, GpuWord.THROTTLED),
         ({"throttle": "[N/A]"}, GpuWord.WORKING),
         ({"throttle": None}, GpuWord.WORKING),
+        ({"throttle": float("inf")}, GpuWord.WORKING),
     ],
 )
 def test_a_gpu_gets_the_word_of_its_trouble(change: dict[str, Any], word: GpuWord) -> None:
@@ -85,6 +86,12 @@ def test_a_gpu_without_values_says_why() -> None:
 def test_roles_are_found_by_uuid_and_else_by_number() -> None:
     found = table({A: BUSY, B: BUSY | {"index": 1}})
     assert [gpu.roles for gpu in found.gpus] == [("target",), ("drafter",)]
+
+
+@pytest.mark.parametrize("name", ["cuda:²", "cuda:" + "9" * 5000, "cuda:", "cuda:-1"])
+def test_a_device_whose_number_is_none_has_no_gpu(name: str) -> None:
+    found = table({A: BUSY}).with_roles([device(name, "", "target")], training=True)
+    assert [gpu.roles for gpu in found.gpus] == [(), ()]
 
 
 def test_the_reason_for_no_gpu_is_kept_until_there_is_one() -> None:

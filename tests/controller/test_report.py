@@ -20,7 +20,7 @@ from controller.report.markup import Markup, el, text
 from controller.report.page import report_page, traceback_markup
 from controller.report.writing import page_of, write_report
 from controller.run_place import RunPlace
-from controller.run_state import RunState
+from controller.run_state import News, RunState, reduce
 from controller.tui.palette import GREY, INK, OKABE_ITO, PAPER
 from tests.tui import golden
 
@@ -63,6 +63,12 @@ def page(run: golden.Run, folder: Path, job: str = JOB) -> str:
     directory = run.write(folder / "1129-a7f3" / "10.1.2.6")
     (directory / "job.toml").write_text(job)
     return page_of(directory, golden.NOW)
+
+
+def test_a_time_that_no_calendar_has_breaks_no_page() -> None:
+    gpu = tuple({"kind": "gpu", "t": t, "gpus": {"a": {"utilization_share": 0.5}}} for t in (1e300, 1e301))
+    events = ({"kind": "recompile", "t": 1e300},)
+    assert "recompiled" in report_page(reduce(RunState(), News(events=events, gpu=gpu), golden.NOW), ())
 
 
 @pytest.mark.parametrize("name", golden.SITUATIONS)

@@ -232,6 +232,12 @@ def test_no_record_of_another_version_or_of_a_broken_writer_breaks_the_reader(
     assert found.state in set(Word)
 
 
+def test_counts_beyond_all_bounds_break_no_line() -> None:
+    huge = int("9" * 4299)
+    event = {"kind": "dataset", "skipped": {str(number): huge for number in range(20)}}
+    assert len(state_of(events=(event,)).events) == 1
+
+
 def test_limits_shrink_together_for_tests_of_time() -> None:
     fast = Limits().scaled(0.1)
     silent = mirror(heard=1.0)

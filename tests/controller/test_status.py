@@ -1,13 +1,14 @@
 import dataclasses
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from controller.errors import UnreachableError
 from controller.mirror import Mirror
-from controller.run_state import RunState
+from controller.run_state import News, RunState, reduce
 from controller.status import print_status, read_state, state_record, status_lines
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
 from tests.tui.golden import NOW, SITUATIONS
@@ -52,6 +53,15 @@ def test_a_person_sees_state_step_loss_and_where(tmp_path: Path) -> None:
     assert "loss " in text and "MFU 38%" in text
     assert "tau " in text
     assert "job qwen3-8b on gpu1/200, attempt 1" in text
+
+
+def test_times_are_this_machines_and_one_that_no_calendar_has_breaks_nothing() -> None:
+    late = tuple({"kind": "recompile", "t": t, "replica": n} for n, t in enumerate((NOW + 3600, 1e300)))
+    state = reduce(RunState(), News(events=late, mirror={"clock_difference_s": 3600.0}), NOW)
+    clock = time.strftime("%H:%M:%S", time.localtime(NOW))
+    text = "\n".join(status_lines(state))
+    assert f"  {clock} replica 0 recompiled" in text
+    assert "  --:--:-- replica 1 recompiled" in text
 
 
 def test_a_failed_run_shows_who_failed_first_and_what_to_do(tmp_path: Path) -> None:
