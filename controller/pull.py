@@ -173,9 +173,7 @@ class Pull:
             stream = self._stream(place)
             try:
                 targets = [self._target(name, size) for name, size in stream.files()]
-                self._check_room(targets)
-                for target in targets:
-                    self._look(target)
+                self._examine(targets)
                 stream.have(
                     {t.name: {"size": t.have, "sha256": t.digest.hexdigest()} for t in targets if t.have}
                 )
@@ -198,6 +196,17 @@ class Pull:
         folder = self._to / match[1]
         part = folder.with_name(f".{folder.name}.part")
         return _Target(name, size, final, part / final.relative_to(folder), (folder, part))
+
+    def _examine(self, targets: Sequence[_Target]) -> None:
+        try:
+            self._check_room(targets)
+            for target in targets:
+                self._look(target)
+        except OSError as error:
+            raise LocalStateError(
+                f"{error.filename or self._to}: cannot be used ({error.strerror})",
+                "Name another folder with --to.",
+            ) from error
 
     def _check_room(self, targets: Sequence[_Target]) -> None:
         needed = sum(t.size for t in targets) - sum(_size(t.work) or _size(t.final) for t in targets)

@@ -102,7 +102,7 @@ REFUSED: dict[str, Any] = {
     "target_dtype": "float8",
     "target_attention": "fast",
     "target_execution": "fast",
-    "drafters": [],
+    "drafters": ["cuda:²"],
     "roles": "best",
     "compute_dtype": "float16",
     "fp8": "both",

@@ -279,6 +279,12 @@ def test_a_folder_that_cannot_be_written_is_named(remote: Remote) -> None:
         remote.pull("log")
 
 
+def test_a_folder_whose_name_no_disk_takes_is_named(remote: Remote) -> None:
+    remote.to = remote.to.with_name("n" * 300)
+    with pytest.raises(LocalStateError, match=r"nnn: cannot be used \(File name too long\)"):
+        remote.pull("log")
+
+
 def test_a_run_is_pulled_and_listed_by_its_mirror_folder(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
