@@ -36,6 +36,7 @@ _EXPECTED = {
     "literal_error": f"expected one of {', '.join(_KINDS)}",
     "greater_than": "expected more than {gt}",
     "less_than": "expected less than {lt}",
+    "less_than_equal": "expected at most {le:g}",
 }
 
 
@@ -58,7 +59,7 @@ class Host(BaseModel):
     """Absolute folder of the virtual environment with the payload's packages."""
     workspace: str = ""
     """Absolute folder for payloads and runs."""
-    connect_timeout: float | None = Field(None, gt=0)
+    connect_timeout: float | None = Field(None, gt=0, le=3600)
     """Seconds until a connection attempt is given up; None: what ~/.ssh/config says, or 10."""
     sudo: bool = False
     """Whether commands of the machine behind ssh need `sudo -n`, because `user` is not root."""
@@ -106,6 +107,9 @@ class Host(BaseModel):
             raise ValueError(f"address: {self.address!r} is no host name or IP address")
         if self.kind == "local" and self.sudo:
             raise ValueError("sudo: kind local has none; run dflashctl as the user who may")
+        for key, value in self:
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{key}: holds a NUL byte, which no command can be given")
         for key in ("venv", "workspace", "wheels"):
             path = getattr(self, key)
             if path and not path.startswith("/"):

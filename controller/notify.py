@@ -38,6 +38,8 @@ EVENTS: Final = tuple(
     )
 )  # fmt: skip
 _LOOK_S: Final = 1.0
+_MOST_S: Final = 86400
+"""Longest time that a hook may be given: whoever follows the run waits for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,8 +84,11 @@ def load_hook() -> Hook | None:
         raise InventoryError(f"{path}: command = {command!r}: expected a string, or a list of strings")
     if not isinstance(on, list) or not set(map(str, on)) <= set(EVENTS):
         raise InventoryError(f"{path}: on = {on!r}: expected a list of {', '.join(EVENTS)}")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-        raise InventoryError(f"{path}: timeout = {timeout!r}: expected a number of seconds above 0")
+    usable = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (usable and 0 < timeout <= _MOST_S):
+        raise InventoryError(
+            f"{path}: timeout = {timeout!r}: expected a number of seconds above 0, at most {_MOST_S}"
+        )
     return Hook(argv, frozenset(on), float(timeout))
 
 

@@ -88,7 +88,8 @@ def gpus(
     host: HostOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
     interval: Annotated[
-        float, typer.Option("--interval", min=1, metavar="S", help="Seconds between listings of --watch.")
+        float,
+        typer.Option("--interval", min=1, max=3600, metavar="S", help="Seconds between listings of --watch."),
     ] = 5.0,
     as_json: JsonOption = False,
     kind: KindOption = None,

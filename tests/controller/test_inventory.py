@@ -125,6 +125,8 @@ def test_the_named_file_comes_before_the_folders_and_that_before_the_configurati
             "h:9: places.gpubox.container = '200': expected a whole number",
         ),
         ("container = 200", "container = 0", "h:9: places.gpubox.container = 0: expected more than 0"),
+        ("container = 200", "container = 200\nconnect_timeout = inf", "timeout = inf: expected at most 3600"),
+        ("container = 200", 'container = 200\nvenv = "/a\\u0000"', "h:10: places.gpubox.venv: holds a NUL"),
         ("container = 200\n", "", "h:6: places.gpubox.container: is missing"),
         ('kind = "ssh"', 'kind = "shh"', "h:15: places.big.kind = 'shh': expected one of local, ssh,"),
         ('address = "big.example"\n', "", "h:14: places.big.address: is missing"),

@@ -167,6 +167,14 @@ def test_the_users_file_says_what_is_run_and_when(folder: Folder) -> None:
         ('command = "x"\nwhen = 3', "unknown key 'when'; known: command, on, timeout"),
         ('command = "x"\non = ["dead"]', f"expected a list of {', '.join(EVENTS)}"),
         ('command = "x"\ntimeout = 0', "timeout = 0: expected a number of seconds above 0"),
+        (
+            'command = "x"\ntimeout = inf',
+            "timeout = inf: expected a number of seconds above 0, at most 86400",
+        ),
+        (
+            'command = "x"\ntimeout = nan',
+            "timeout = nan: expected a number of seconds above 0, at most 86400",
+        ),
         ("command = ", "cannot be read"),
     ],
 )
