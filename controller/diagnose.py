@@ -9,6 +9,7 @@ acceptance that training promises and decoding does not keep.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -255,6 +256,7 @@ SIGNATURES: tuple[Signature, ...] = (
 )
 
 
+@functools.lru_cache(maxsize=8)  # a view asks again and again of the same end: 0.1 s for a long traceback
 def diagnose_text(text: str) -> Diagnosis | None:
     """The diagnosis of the first signature found in `text` (its last 64 KiB), or None."""
     text = text[-65536:]

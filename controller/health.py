@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from controller.errors import RunLostError
 from controller.run_records import Record, number, table, text, whole
-from remote_payload.rundir import State, TrainerExit
-
-LOST_EXIT = 74
-"""Exit code of whoever waits for a run that the container says nobody works on."""
+from remote_payload.rundir import TRAIN_LOG, State, TrainerExit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,7 @@ def _ended(status: Record, exit_record: Record | None, mirror: Record, limits: L
         "the container was restarted under the run" if rebooted else
         "neither supervisor nor trainer exists any more, and neither wrote an end"
     )  # fmt: skip
-    return Health(word=Word.LOST, detail=why, exit_code=LOST_EXIT)
+    return Health(word=Word.LOST, detail=why, exit_code=RunLostError.exit_code)
 
 
 def _written_end(status: Record, exit_record: Record | None, reason: str) -> Health:
@@ -157,7 +155,7 @@ def _written_end(status: Record, exit_record: Record | None, reason: str) -> Hea
     detail = reason or text(own, "error")
     if text(status, "state") == State.KILLED or (signal and code != TrainerExit.STOPPED):
         return Health(word=Word.KILLED, extra=signal, detail=detail, exit_code=code)
-    if code in (TrainerExit.STOPPED,):
+    if code == TrainerExit.STOPPED:
         return Health(word=Word.STOPPED, detail=detail or "stopped on request", exit_code=code)
     if code == TrainerExit.FINISHED and text(status, "state") != State.FAILED:
         return Health(word=Word.FINISHED, detail=detail, exit_code=code)
@@ -243,7 +241,7 @@ def _until(restart: Record, now: float) -> str:
 
 def _written(beat: Record, container_now: float, limits: Limits) -> Health:
     """The health of a log that is no run's: whether it grows is all that is known of its program."""
-    t = number(table(table(beat, "files"), "train.log"), "written")
+    t = number(table(table(beat, "files"), TRAIN_LOG), "written")
     if t is None:
         return Health(word=Word.STALLED, detail="the log file is not there at the moment")
     if container_now - t > limits.stalled_s:

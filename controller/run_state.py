@@ -21,6 +21,7 @@ from controller.health import Health, Limits, Word, judge
 from controller.run_events import Dataset, Evaluation, Event
 from controller.run_records import Crash, Progress, Record, number, numbers, text, whole
 from controller.series import Ema, Series
+from remote_payload import rundir
 
 CURVES = (
     "loss", "loss_ema", "tau", "tau_estimate", "tokens_per_s", "gradient_norm", "learning_rate",
@@ -253,12 +254,12 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
         now=now,
         limits=limits,
     )
-    history = History() if "events.jsonl" in news.restarted else state.history
+    history = History() if rundir.EVENTS in news.restarted else state.history
     history = history.updated(news.events)
-    gpus = GpuTable() if "gpu.jsonl" in news.restarted else state.gpu_table
+    gpus = GpuTable() if rundir.GPU in news.restarted else state.gpu_table
     training = progress is not None and progress.phase == "training" and not health.word.ended
     gpus = gpus.updated(news.gpu).with_roles(progress.devices if progress else (), training=training)
-    anew = "supervisor.jsonl" in news.restarted
+    anew = rundir.SUPERVISOR_LOG in news.restarted
     told = () if anew else state.supervisor_events
     crashes = tuple(
         sorted(
@@ -301,7 +302,7 @@ def reduce(state: RunState, news: News, now: float, limits: Limits | None = None
         gpu_table=gpus,
         crashes=crashes,
         stacks=news.stacks,
-        diagnosis=_diagnosis(state, health, crashes, news.last_words),
+        diagnosis=_diagnosis(health, crashes, news.last_words),
         last_words=news.last_words,
         outcome=outcome,
         job=news.job or {},
@@ -328,12 +329,8 @@ def _rank(run: Record) -> int:
     return hosts.index(host) if host in hosts else 0
 
 
-def _diagnosis(
-    state: RunState, health: Health, crashes: tuple[Crash, ...], last_words: tuple[str, ...]
-) -> Diagnosis | None:
-    """The meaning of the end; searched only when what it is read from has changed."""
-    if crashes == state.crashes and last_words == state.last_words and health == state.health:
-        return state.diagnosis
+def _diagnosis(health: Health, crashes: tuple[Crash, ...], last_words: tuple[str, ...]) -> Diagnosis | None:
+    """The meaning of the end."""
     if crashes:
         first = crashes[0]
         return diagnose_text(f"{first.traceback}\n{first.error}\n{first.memory}")

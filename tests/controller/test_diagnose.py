@@ -108,3 +108,13 @@ def test_a_run_that_goes_wrong_raises_its_alarm(progress: dict[str, object], nam
 
 def test_a_run_without_figures_raises_none() -> None:
     assert alarms(RunState()) == ()
+
+
+def test_an_end_is_searched_once_however_often_a_view_asks() -> None:
+    status = {"state": "failed", "attempt": 1, "exit_code": 1, "reason": "an end of this test alone"}
+    before = diagnose_text.cache_info().misses
+    state = RunState()
+    for second in range(5):
+        mirror = {"last_heard": NOW}
+        state = reduce_state(state, News(status=status, mirror=mirror, last_words=("boom",)), NOW + second)
+    assert diagnose_text.cache_info().misses == before + 1
