@@ -34,9 +34,7 @@ def print_changes(directory: Path, mirror: Mirror, *, as_json: bool, out: TextIO
     known: set[Event] = set()
     while True:
         seen, running = mirror.news_count, mirror.running
-        state = reader.poll(time.time())
-        while state.unread_bytes:
-            state = reader.poll(time.time())
+        state = reader.catch_up(time.time())
         if told is not None:
             for event in state.events:
                 if event not in known and event.level > Level.INFO:

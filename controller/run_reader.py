@@ -17,14 +17,12 @@ from typing import Any
 from controller import paths, run_records
 from controller.foreign_reader import ForeignReader
 from controller.health import Limits
+from controller.mirror_files import MIRROR
 from controller.run_records import Crash, Record, table, text, whole
 from controller.run_state import News, RunState, reduce
 from controller.text import safe_lines
 from controller.timing import Timing
 from remote_payload import rundir
-
-MIRROR = "mirror.json"
-"""The mirror's own record, beside the run's files."""
 
 SLICE = 1 << 20
 """Most bytes read of one appended file in one poll: about 4,000 events, 40 ms."""
@@ -164,6 +162,15 @@ class RunReader:
         )
         self._state = reduce(self._state, news, now, self._limits)
         return self._state
+
+    def catch_up(self, now: float) -> RunState:
+        """Poll until all that is here has been read; where more comes as fast as that, to that point."""
+        state = self.poll(now)
+        while left := state.unread_bytes:
+            state = self.poll(now)
+            if state.unread_bytes >= left:
+                break
+        return state
 
     def _record(self, name: str) -> Record | None:
         """The record of a small file; parsed again only when the file has changed.

@@ -53,23 +53,11 @@ def print_status(
         trouble.clear()
     if mirror is not None and mirror.error is not None and reader.record().get("last_heard") is None:
         raise mirror.error
-    state = read_state(directory, time.time())
+    state = RunReader(directory).catch_up(time.time())
     text = json.dumps(state_record(state)) if as_json else "\n".join(status_lines(state))
     out.write(text + "\n")
     out.flush()
     return 0
-
-
-def read_state(directory: Path, now: float) -> RunState:
-    """The state of the run mirrored in `directory` at the laptop's Unix time `now`, with all history."""
-    reader = RunReader(directory)
-    state = reader.poll(now)
-    while state.unread_bytes:
-        left = state.unread_bytes
-        state = reader.poll(now)
-        if state.unread_bytes >= left:  # it grows as fast as we read
-            break
-    return state
 
 
 def state_record(state: RunState) -> dict[str, Any]:

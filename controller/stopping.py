@@ -12,8 +12,8 @@ from controller.run_control import ask, memory_left
 from controller.run_control import stop as ask_to_stop
 from controller.run_events import Event
 from controller.run_place import RunPlace
+from controller.run_reader import RunReader
 from controller.run_state import RunState
-from controller.status import read_state
 from controller.text import safe_line
 from controller.timing import Timing
 from controller.watching import catch_up, last_state, mirrored, wait_for
@@ -81,7 +81,8 @@ def checkpoint(directory: Path, *, limit_s: float, say: Say) -> dict[str, Any]:
     run_place = RunPlace.read(directory)
     with mirrored(directory) as mirror:
         catch_up(directory, mirror)
-        before = max((event.t or 0.0 for event in read_state(directory, time.time()).events), default=0.0)
+        known = RunReader(directory).catch_up(time.time()).events
+        before = max((event.t or 0.0 for event in known), default=0.0)
         ask(run_place, Request.CHECKPOINT)
         say(f"{run_place.run_id}: asked for a checkpoint; waiting at most {limit_s:.0f} s")
         state = wait_for(

@@ -15,7 +15,6 @@ from controller.place import open_place
 from controller.run_place import RunPlace
 from controller.run_reader import RunReader
 from controller.run_state import RunState
-from controller.status import read_state
 from controller.trouble import Trouble
 from controller.waiting import Waiter, wait_until_current
 
@@ -43,7 +42,7 @@ def last_state(directory: Path) -> RunState:
         seen = -1
         while mirror.running:
             seen = mirror.wait_for_news(seen, 1.0)
-    return read_state(directory, time.time())
+    return RunReader(directory).catch_up(time.time())
 
 
 def catch_up(directory: Path, mirror: Mirror) -> None:
@@ -70,9 +69,7 @@ def wait_for(
     deadline = time.monotonic() + limit_s
     while True:
         seen = mirror.news_count
-        state = reader.poll(time.time())
-        while state.unread_bytes:
-            state = reader.poll(time.time())
+        state = reader.catch_up(time.time())
         if found(state):
             return state
         if state.ended and (state.connection == "ended" or time.monotonic() > deadline):

@@ -9,19 +9,9 @@ from controller.errors import LocalStateError, UsageError
 from controller.log_file import LogFile
 from controller.report.page import report_page
 from controller.run_reader import RunReader
-from controller.run_state import RunState
 from remote_payload import rundir
 
 LOG_LINES = 500
-
-
-def read_run(directory: Path, now: float) -> RunState:
-    """The state of the run mirrored in `directory`, with all of its history."""
-    reader = RunReader(directory)
-    state = reader.poll(now)
-    while state.unread_bytes:
-        state = reader.poll(now)
-    return state
 
 
 def page_of(directory: Path, now: float) -> str:
@@ -30,7 +20,7 @@ def page_of(directory: Path, now: float) -> str:
     log.refresh()
     spans = [span for span in log.spans_before(log.end, LOG_LINES) if not span.gap]
     rows = [log.row(span).text for span in spans]
-    return report_page(read_run(directory, now), rows, log_left_out=spans[0].start if spans else 0)
+    return report_page(RunReader(directory).catch_up(now), rows, log_left_out=spans[0].start if spans else 0)
 
 
 def write_report(directory: Path, out: Path | None) -> Path:

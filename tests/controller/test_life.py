@@ -25,8 +25,9 @@ from controller.launch import LaunchedRun, launch
 from controller.place import Completed
 from controller.resuming import resume
 from controller.run_place import RunPlace
+from controller.run_reader import RunReader
 from controller.ship import Session
-from controller.status import read_state, status_lines
+from controller.status import status_lines
 from controller.stopping import checkpoint, stop
 from controller.watching import last_state
 from remote_payload import rundir
@@ -173,7 +174,7 @@ def test_a_launch_on_gpus_in_use_is_refused_and_names_run_and_process_unless_for
 
 def test_a_resumed_run_goes_on_from_its_checkpoint_in_the_same_mirror(run: LaunchedRun) -> None:
     stop(run.local_dir, grace_s=20, say=quiet)
-    before = read_state(run.local_dir, time.time())
+    before = RunReader(run.local_dir).catch_up(time.time())
     assert before.history.curves["loss"].last == 3.0
     said: list[str] = []
     resumed = resume(run.local_dir, ["steps=900"], say=said.append)

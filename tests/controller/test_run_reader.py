@@ -29,10 +29,7 @@ def reader(tmp_path: Path) -> RunReader:
 @pytest.mark.parametrize("name", golden.SITUATIONS)
 def test_every_golden_run_directory_is_read(name: str, tmp_path: Path) -> None:
     golden.SITUATIONS[name]().write(tmp_path)
-    reader = RunReader(tmp_path, scale=1.0)
-    state = reader.poll(NOW)
-    while state.unread_bytes:
-        state = reader.poll(NOW)
+    state = RunReader(tmp_path, scale=1.0).catch_up(NOW)
     words = {
         "dead_thread": "FAILED", "killed": "KILLED", "lost": "LOST", "no_news": "STALE",
         "reconnecting": "RECONNECTING", "stalled": "STALLED", "stale_heartbeat": "STALLED",
@@ -141,6 +138,15 @@ def test_a_poll_does_a_bounded_amount_of_work_and_says_what_is_left(tmp_path: Pa
         assert state.progress is not None
         assert state.total_bytes - state.unread_bytes <= poll * (run_reader.SLICE + 65536)
     assert state.unread_bytes > 5 << 20
+
+
+def test_catching_up_ends_also_where_the_rest_is_gone(tmp_path: Path, reader: RunReader) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_bytes(step(7) * (3 * run_reader.SLICE // len(step(7))))
+    assert reader.poll(NOW).unread_bytes
+    events.unlink()
+    assert reader.catch_up(NOW).unread_bytes
+    assert RunReader(tmp_path, scale=1.0).catch_up(NOW).unread_bytes == 0
 
 
 def test_crashes_of_this_attempt_are_ordered_with_the_first_to_fail_in_front(tmp_path: Path) -> None:

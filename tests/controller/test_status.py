@@ -8,15 +8,16 @@ import pytest
 
 from controller.errors import UnreachableError
 from controller.mirror import Mirror
+from controller.run_reader import RunReader
 from controller.run_state import News, RunState, reduce
-from controller.status import print_status, read_state, state_record, status_lines
+from controller.status import print_status, state_record, status_lines
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
 from tests.tui.golden import NOW, SITUATIONS
 
 
 def state_of(situation: str, folder: Path) -> RunState:
     SITUATIONS[situation]().write(folder)
-    return read_state(folder, NOW)
+    return RunReader(folder).catch_up(NOW)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
