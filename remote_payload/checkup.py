@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from remote_payload import memory_events
+from remote_payload.limited_command import run_within
 
 PORTS: Final = (29400, 29500)
 """torchrun's rendezvous, and torch.distributed's own."""
@@ -60,7 +61,7 @@ def quick(workspace: Path, question: Mapping[str, Any]) -> dict[str, Any]:
     env = question.get("env", {})
     return {
         "memory": _memory(),
-        "shm_gib": _free_gib(Path("/dev/shm")),
+        "shm_gib": free_gib(Path("/dev/shm")),
         "nodes": list(_device_nodes()),
         "majors": _majors(),
         "driver": _driver(env),
@@ -77,24 +78,24 @@ def deep(workspace: Path) -> dict[str, Any]:
     }
 
 
+def nearest_folder(path: Path) -> Path:
+    """`path`, or where it is not there the nearest folder above it."""
+    # os.path, since Path.exists raises where a folder above may not be entered.
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # noqa: PTH110
+
+
 def ask_torch(python: Sequence[str] = (sys.executable,), patience: float = _TORCH_S) -> dict[str, Any]:
     """`version`, `cuda`, `devices` as torch itself says, or `error`, in one sentence."""
     try:
-        done = subprocess.run(
-            [*python, "-c", _ASK_TORCH],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=patience,
-            start_new_session=True,
-            cwd="/",
-        )
+        ask = [*python, "-c", _ASK_TORCH]
+        status, output = run_within(patience, ask, stderr=subprocess.DEVNULL, cwd="/")
     except subprocess.TimeoutExpired:
         return {"error": f"`import torch` and a first tensor took more than {patience:g} s"}
     with suppress(ValueError, IndexError):
-        said = json.loads(done.stdout.splitlines()[-1])
+        said = json.loads(output.splitlines()[-1])
         if isinstance(said, dict):
             return said
-    return {"error": f"`import torch` ended with exit status {done.returncode}"}
+    return {"error": f"`import torch` ended with exit status {status}"}
 
 
 def _memory() -> dict[str, Any]:
@@ -172,11 +173,14 @@ def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
         path = Path(__file__).parent / name.removeprefix(PAYLOAD_PREFIX)
     else:
         path = workspace / Path(name).expanduser()
-    if path.is_dir():
-        return {"there": True, "seen": f"a folder of {sum(1 for _ in path.iterdir())} entries"}
-    if path.is_file():
-        size = path.stat().st_size
-        return {"there": True, "seen": f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size} bytes"}
+    try:
+        if path.is_dir():
+            return {"there": True, "seen": f"a folder of {sum(1 for _ in path.iterdir())} entries"}
+        if path.is_file():
+            size = path.stat().st_size
+            return {"there": True, "seen": f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size} bytes"}
+    except OSError as error:
+        return {"there": False, "seen": f"{path} cannot be read ({error.strerror})"}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         home = (
             env.get("HF_HOME") or os.environ.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
@@ -192,7 +196,7 @@ def _write_speed(workspace: Path) -> float | None:
     """MiB/s of writing to the workspace, synced; null where it cannot be written. At most 1 GiB or 2 s."""
     import tempfile
 
-    folder = next(path for path in (workspace, *workspace.parents) if path.exists())
+    folder = nearest_folder(workspace)
     free = shutil.disk_usage(folder).free
     chunk = os.urandom(1 << 20) * (_CHUNK >> 20)
     try:
@@ -221,7 +225,8 @@ def _free_port(port: int) -> bool:
         return True
 
 
-def _free_gib(path: Path) -> float | None:
+def free_gib(path: Path) -> float | None:
+    """Room on the disk of `path`, or None where it cannot be told."""
     try:
         return round(shutil.disk_usage(path).free / 2**30, 3)
     except OSError:

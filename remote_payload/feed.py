@@ -329,10 +329,7 @@ class _Feed:
             with os.fdopen(descriptor, "rb") as file:
                 status = rundir.decode(file.read(rundir.MAX_FRAME_BYTES)) or {}
         boot = status.get("boot_id")
-        return {
-            who: identity.state_of(status.get(who) if isinstance(status.get(who), dict) else None, boot)
-            for who in ("supervisor", "trainer")
-        }
+        return {who: identity.state_of(status.get(who), boot) for who in ("supervisor", "trainer")}
 
     def _beat_is_due(self) -> bool:
         return time.monotonic() >= self._next_beat

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Presence = Literal["alive", "gone", "reused", "none"]
 """`alive`: the very process. `gone`: nobody. `reused`: another one has its pid. `none`: never known."""
@@ -67,9 +67,9 @@ def identity(pid: int) -> dict[str, int] | None:
     return None if ticks is None else {"pid": pid, "start_ticks": ticks}
 
 
-def state_of(known: Mapping[str, Any] | None, recorded_boot: str | None) -> Presence:
-    """What became of the process written down as `known` in the boot `recorded_boot`."""
-    if known is None:
+def state_of(known: object, recorded_boot: object) -> Presence:
+    """What became of the process written down as `known` (anything) in the boot `recorded_boot`."""
+    if not isinstance(known, Mapping):
         return "none"
     pid, ticks = known.get("pid"), known.get("start_ticks")
     if not isinstance(pid, int) or not isinstance(ticks, int):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from remote_payload import identity, rundir
-from remote_payload.living import RUNS
+from remote_payload import rundir
+from remote_payload.living import alive, run_folders
 
 
 def list_runs(workspace: Path) -> Iterator[dict[str, Any]]:
@@ -15,8 +15,7 @@ def list_runs(workspace: Path) -> Iterator[dict[str, Any]]:
 
     What is not known is null. A state that is not an end, under a supervisor that does not live, is `lost`.
     """
-    folder = workspace / RUNS
-    runs = [_describe(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    runs = map(_describe, run_folders(workspace))
     yield from sorted(runs, key=lambda run: (run["created"] or 0, run["id"]))
 
 
@@ -26,7 +25,7 @@ def _describe(run_dir: Path) -> dict[str, Any]:
     progress = rundir.read_whole(run_dir / rundir.PROGRESS) or {}
     state = status.get("state")
     ended = state in [known for known in rundir.State if known.ended]
-    if state and not ended and _supervisor(status) != "alive":
+    if state and not ended and "supervisor" not in alive(status):
         state = "lost"
     return {
         "id": run_dir.name,
@@ -35,7 +34,3 @@ def _describe(run_dir: Path) -> dict[str, Any]:
         "state": state,
         "step": progress.get("step"),
     }
-
-
-def _supervisor(status: dict[str, Any]) -> identity.Presence:
-    return identity.state_of(status.get("supervisor"), status.get("boot_id"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,14 +13,25 @@ RUNS: Final = "runs"
 """The folder of run directories in a workspace."""
 
 
+def run_folders(workspace: Path) -> list[Path]:
+    """The run directories of `workspace` by name; none where it holds none, or may not be read."""
+    try:
+        return sorted(path for path in (workspace / RUNS).iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def alive(status: Mapping[str, Any]) -> list[str]:
+    """Which of supervisor and trainer live, by the `status` that a run has written."""
+    boot = status.get("boot_id")
+    return [who for who in ("supervisor", "trainer") if identity.state_of(status.get(who), boot) == "alive"]
+
+
 def living_runs(workspace: Path) -> Iterator[dict[str, Any]]:
     """The runs of `workspace` that somebody works on."""
-    folder = workspace / RUNS
-    for run_dir in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for run_dir in run_folders(workspace):
         status = rundir.read_whole(run_dir / rundir.STATUS) or {}
-        known = [status.get(who) for who in ("supervisor", "trainer")]
-        boot = status.get("boot_id")
-        if "alive" not in [identity.state_of(k if isinstance(k, dict) else None, boot) for k in known]:
+        if not alive(status):
             continue
         progress = rundir.read_whole(run_dir / rundir.PROGRESS) or {}
         run = rundir.read_whole(run_dir / rundir.RUN) or {}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 
 from remote_payload.gpu import COMMAND
+from remote_payload.limited_command import run_within
 
 PATIENCE_S = 20.0
 
@@ -21,28 +19,17 @@ class NvidiaSmiError(Exception):
 def ask(arguments: Sequence[str], *, command: str = COMMAND, patience: float = PATIENCE_S) -> list[str]:
     """The lines that `nvidia-smi ARGUMENTS` prints, without empty ones.
 
-    Raises NvidiaSmiError when there is no nvidia-smi, it gives no answer, or it fails.
+    Raises NvidiaSmiError when there is no nvidia-smi, it cannot be run, gives no answer, or fails.
     """
     if shutil.which(command) is None:
         raise NvidiaSmiError(f"{command} is not installed here")
-    process = subprocess.Popen(
-        [command, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
     try:
-        output = process.communicate(timeout=patience)[0].decode("utf-8", "replace")
+        status, output = run_within(patience, [command, *arguments])
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.stdout:
-            process.stdout.close()
-        process.returncode = -signal.SIGKILL  # in state D it does not die even so: nobody waits for it
         raise NvidiaSmiError(f"{command} gave no answer for {patience:g} s") from None
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if process.returncode:
-        said = lines[0] if lines else f"{command} ended with exit status {process.returncode}"
-        raise NvidiaSmiError(said)
+    except OSError as error:  # of another C library than the container's, for one
+        raise NvidiaSmiError(f"{command} cannot be run ({error.strerror})") from error
+    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
+    if status:
+        raise NvidiaSmiError(lines[0] if lines else f"{command} ended with exit status {status}")
     return lines

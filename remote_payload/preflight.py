@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ def preflight(
     `checkup.quick`, which has `question` from here, and with `deep` in it `checkup.deep`.
     """
     question = question or {}
-    existing = next(path for path in (workspace, *workspace.parents) if path.exists())
+    existing = checkup.nearest_folder(workspace)
     use = gpu_use(workspace, command=command, patience=patience)
     return {
         "python": platform.python_version(),
@@ -49,7 +48,7 @@ def preflight(
         "use": use,
         "workspace": {
             "path": str(workspace),
-            "free_gib": _free_gib(existing),
+            "free_gib": checkup.free_gib(existing),
             "writable": existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
         },
         **checkup.quick(workspace, question),
@@ -71,11 +70,4 @@ def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _free_gib(path: Path) -> float | None:
-    try:
-        return round(shutil.disk_usage(path).free / 2**30, 3)
-    except OSError:
         return None

@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
-from remote_payload import identity, rundir
+from remote_payload import rundir
 from remote_payload.includes import INCLUDES
-from remote_payload.living import RUNS
+from remote_payload.living import RUNS, alive
 
 PAYLOADS: Final = "payloads"
 _ASIDE: Final = ".removing"
@@ -108,11 +108,7 @@ def _run(run_dir: Path, now: float, older_s: float) -> Item:
     signs = [path.stat().st_mtime for path in (run_dir, run_dir / rundir.STATUS) if path.exists()]
     age = now - max(signs)
     state = None if status is None else status.get("state")
-    lives = [
-        who
-        for who in ("supervisor", "trainer")
-        if status and identity.state_of(status.get(who), status.get("boot_id")) == "alive"
-    ]
+    lives = alive(status or {})
     ended = state in [known for known in rundir.State if known.ended]
     if lives:
         kept: str | None = f"its {' and '.join(lives)} live{'s' if len(lives) == 1 else ''}"

@@ -9,7 +9,6 @@ One resume at a time: it holds `control/` while it looks, writes and waits. Stan
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from remote_payload import identity, job, rundir
+from remote_payload import job, lock, rundir
+from remote_payload.living import alive
 from remote_payload.rundir import State
 from remote_payload.start import StartError, detach
 from remote_payload.supervisor import last_attempt
@@ -53,10 +53,9 @@ def resume(run_dir: Path, run: Mapping[str, Any], changes: Mapping[str, Any], by
         raise StartError(f"{run_dir}: no run here has a {rundir.RUN}")
     with _alone(run_dir):
         status = rundir.read_whole(run_dir / rundir.STATUS) or {}
-        for who in ("supervisor", "trainer"):
-            if identity.state_of(_table(status, who), status.get("boot_id")) == "alive":
-                state = status.get("state")
-                raise StartError(f"the run is alive ({state}, {who} {status[who]['pid']}): stop it first")
+        for who in alive(status):
+            state = status.get("state")
+            raise StartError(f"the run is alive ({state}, {who} {status[who]['pid']}): stop it first")
         path = run_dir / rundir.JOB
         after, changed = _changed(path, changes)
         finished = status.get("state") == State.FINISHED and status.get("exit_code") == 0
@@ -114,10 +113,11 @@ def _alone(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise StartError(f"{run_dir}: cannot be used ({error.strerror})") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            lock.hold(descriptor)
+        except BlockingIOError as error:
+            raise StartError("somebody else is resuming this run right now") from error
         yield
-    except BlockingIOError as error:
-        raise StartError("somebody else is resuming this run right now") from error
     finally:
         os.close(descriptor)
 
@@ -127,8 +127,3 @@ def _newest_checkpoint(run_dir: Path) -> int | None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
     return max(steps, default=None)
-
-
-def _table(status: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    value = status.get(key)
-    return value if isinstance(value, Mapping) else None

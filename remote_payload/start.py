@@ -8,7 +8,6 @@ while we wait for its first `status.json`. Standard library only.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from remote_payload import includes, rundir
+from remote_payload import includes, lock, rundir
 from remote_payload.living import RUNS, living_runs
 
 PAYLOAD = Path(__file__).resolve().parent
@@ -100,14 +99,12 @@ def _one_at_a_time(runs: Path) -> Iterator[None]:
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.hold(descriptor)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise StartError(f"{runs}: another launch has held it for {_PATIENCE_S:g} s") from None
                 time.sleep(0.02)
-            except OSError:  # some network file systems know no locks on folders
-                break
         yield
     finally:
         os.close(descriptor)

@@ -8,7 +8,6 @@ long as the supervisor, so between two attempts a run is neither dead nor silent
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from remote_payload import crash, outcome, rundir
+from remote_payload import crash, lock, outcome, rundir
 from remote_payload.attempt import Attempt, Inbox, Timing
 from remote_payload.control import take_requests
 from remote_payload.outcome import Outcome
@@ -76,6 +75,8 @@ class Supervisor:
         (self._dir / rundir.CRASH).mkdir(mode=0o700, exist_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        for name, content in take_requests(self._dir / rundir.CONTROL):  # of the attempt before, as it ended
+            self._status.note("request", name=name, by=content.get("by"), late=True)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             return self._end(self._attempts())
@@ -177,10 +178,8 @@ def _lock(run_dir: Path) -> int:
     except OSError as error:
         raise SupervisorError(f"{run_dir}: no run directory ({error.strerror})") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.hold(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
         raise SupervisorError(f"{run_dir}: another supervisor watches this run") from error
-    except OSError:  # some network file systems know no locks on folders
-        pass
     return descriptor

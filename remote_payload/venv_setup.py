@@ -10,7 +10,6 @@ only.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -24,7 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from remote_payload import rundir
+from remote_payload import lock, rundir
+from remote_payload.limited_command import run_within
 from remote_payload.living import RUNS, living_runs
 
 REQUIREMENTS: Final = Path(__file__).with_name("requirements.txt")
@@ -92,12 +92,12 @@ def set_up(order: Order, say: Say) -> dict[str, Any]:
     venv = order.venv
     try:
         venv.parent.mkdir(parents=True, exist_ok=True)
-        lock = venv.with_name(f".{venv.name}.dflashctl-lock").open("w")
+        alone = venv.with_name(f".{venv.name}.dflashctl-lock").open("w")
     except OSError as error:
         raise SetupError(f"{venv.parent} cannot be written ({error.strerror})") from error
-    with lock:
+    with alone:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.hold(alone.fileno())
         except BlockingIOError:
             raise SetupError(f"another setup of {venv} is at work") from None
         return _Setup(order, say).run()
@@ -203,19 +203,24 @@ class _Setup:
             raise SetupError(f"it ended with exit status {code}: {_reason(lines)}", _hint(lines, self._order))
 
     def _list(self) -> tuple[dict[str, str], list[str]] | None:
-        """Versions by name, and the packages that lack files; None when there is no venv that works."""
+        """Versions by name, and the packages that lack files; None when there is no venv that works.
+
+        Raises SetupError for one that does not answer: a busy network disk is no reason to make it anew.
+        """
         if not self._venv.joinpath("pyvenv.cfg").is_file():
             return None
-        with suppress(OSError, subprocess.TimeoutExpired, ValueError):
-            done = subprocess.run(
-                [self._python, "-I", "-c", _LIST_PACKAGES],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_LOOK_S,
-            )
-            found, damaged = json.loads(done.stdout)
-            return found, damaged
-        return None
+        ask = [str(self._python), "-I", "-c", _LIST_PACKAGES]
+        try:
+            _, output = run_within(_LOOK_S, ask, stderr=subprocess.DEVNULL)
+            found, damaged = json.loads(output)
+        except subprocess.TimeoutExpired:
+            raise SetupError(
+                f"{self._python} gave no list of its packages for {_LOOK_S:g} s",
+                "Is its disk slow? Try again.",
+            ) from None
+        except (OSError, ValueError):
+            return None
+        return found, damaged
 
     def _note_down(self, state: str) -> None:
         rundir.write_whole(self._note, json.dumps({"state": state, "venv": str(self._venv)}).encode())

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from remote_payload import lock
+
 Log = Callable[[str], None]
 
 PACKAGE_PREFIX = "package:"
@@ -112,27 +114,32 @@ def _packaged_model(name: str, cache_dir: Path, log: Log) -> Path:
     final = models / f"{model.slug}-{digest}"
     if final.is_dir():
         return final
-    models.mkdir(parents=True, exist_ok=True)
-    with _exclusive(models / f".{final.name}.lock", final.name, log):
-        if final.is_dir():
-            return final
-        partial = models / f".{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        started = time.monotonic()
-        log(
-            f"Converting {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB, {model.distribution} "
-            f"{version}) to safetensors, once..."
-        )
-        try:
-            convert_gguf(gguf, partial, log)
-            partial.rename(final)
-        except OSError as error:
-            raise ValueError(f"cannot write the converted model to {final}: {error}") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        log(f"Converted in {time.monotonic() - started:.0f} s: {final}")
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _exclusive(models / f".{final.name}.lock", final.name, log):
+            if not final.is_dir():
+                log(
+                    f"Converting {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB, {model.distribution} "
+                    f"{version}) to safetensors, once..."
+                )
+                started = time.monotonic()
+                _convert(gguf, final, log)
+                log(f"Converted in {time.monotonic() - started:.0f} s: {final}")
+    except OSError as error:
+        raise ValueError(f"cannot write the converted model to {final}: {error}") from error
     return final
+
+
+def _convert(gguf: Path, final: Path, log: Log) -> None:
+    """Make the folder `final`, complete or not at all. Raises OSError, or ValueError as `convert_gguf`."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        convert_gguf(gguf, partial, log)
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _find_gguf(model: PackagedModel) -> tuple[str, Path]:
@@ -159,7 +166,7 @@ def _exclusive(path: Path, what: str, log: Log) -> Iterator[None]:
     """Hold the lock file `path`; the lock ends with the process, so a crash leaves none behind."""
     with path.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.hold(file.fileno())
         except BlockingIOError:
             log(f"Another process is converting {what}; waiting for it...")
             fcntl.flock(file, fcntl.LOCK_EX)

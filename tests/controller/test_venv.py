@@ -25,7 +25,7 @@ from controller.inventory import Host
 from controller.place import open_place
 from controller.ship import PACKAGE, Payload, pack, start
 from controller.venv import plan, set_up
-from remote_payload import identity, rundir
+from remote_payload import identity, rundir, venv_setup
 
 UV = """\
 #!{python} -IS
@@ -285,3 +285,20 @@ def test_the_real_venv_and_pip_make_it_from_a_folder_of_wheels_and_mend_it(
     module.unlink()
     assert set_up(host, payload, lambda text: None)["changed"] is True
     assert version(host) == "1.2"
+
+
+def test_a_venv_that_answers_too_slowly_is_not_taken_for_a_broken_one(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be removed and downloaded again, because a network disk was busy."""
+    python = Path(host.python)
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    (Path(host.venv) / "pyvenv.cfg").touch()
+    note(host).write_text('{"state": "complete"}')
+    monkeypatch.setattr(venv_setup, "_LOOK_S", 0.3)
+    order = venv_setup.Order(Path(host.workspace), Path(host.venv), "", host.wheels)
+    with pytest.raises(venv_setup.SetupError, match=r"gave no list of its packages for 0.3 s"):
+        venv_setup.set_up(order, lambda _: None)
+    assert python.exists()

@@ -15,7 +15,7 @@ import pytest
 
 from remote_payload.job import Job
 from tests.payload import test_supervisor
-from tests.payload.test_supervisor import WORK, Place, Run, alive
+from tests.payload.test_supervisor import BRISK, CALM, WORK, Place, Run, alive
 
 place = test_supervisor.place
 
@@ -58,7 +58,7 @@ def test_a_crashed_run_is_restarted_until_it_finishes_and_every_attempt_is_told_
 
 
 def test_between_two_attempts_the_run_says_that_it_restarts_and_why(place: Place) -> None:
-    run = place.start(restarting(FAIL_TWICE, restart_wait=300.0), scale=0.05)
+    run = place.start(restarting(FAIL_TWICE, restart_wait=300.0))
     status = run.until_state("restarting")
     assert (status["attempt"], status["trainer"], status["exit_code"]) == (1, None, None)
     assert status["reason"] == "attempt 1 failed at step 10: boom 1"
@@ -72,7 +72,7 @@ def test_between_two_attempts_the_run_says_that_it_restarts_and_why(place: Place
 
 
 def test_a_supervisor_that_is_told_to_end_between_two_attempts_ends_with_the_failure(place: Place) -> None:
-    run = place.start(restarting(FAIL_TWICE, restart_wait=300.0), scale=0.05)
+    run = place.start(restarting(FAIL_TWICE, restart_wait=300.0))
     run.until_state("restarting")
     os.kill(run.pid, signal.SIGTERM)
     status = run.ended()
@@ -85,8 +85,8 @@ def test_a_request_made_between_two_attempts_reaches_the_next_one(place: Place) 
         "if attempt == 1: progress(5); sys.exit(1)\n"
         "signal.signal(signal.SIGUSR2, lambda *_: mark('checkpointed'))\n" + WORK
     )
-    run = place.start(restarting(script, restart_wait=50.0), scale=0.02)
-    run.until_state("restarting")
+    run = place.start(restarting(script, restart_wait=10.0))
+    run.until(lambda: "restart" in [r["kind"] for r in run.records()])
     run.ask("checkpoint")
     run.until((run.path / "checkpointed").exists)
     run.ask("stop")
@@ -129,8 +129,8 @@ def test_the_step_of_a_failure_is_the_trainers_own_word_where_progress_is_older(
 
 
 def test_a_run_that_was_stopped_is_not_restarted_though_it_had_to_be_killed(place: Place) -> None:
-    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprogress(3)\ntime.sleep(600)"
-    run = place.start(restarting(script))
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: progress(3); time.sleep(0.01)"
+    run = place.start(restarting(script), scale=BRISK)
     run.until_state("running")
     run.ask("stop", {"grace_s": 0.1})
     status = run.ended()
@@ -150,7 +150,7 @@ def test_a_child_of_the_trainer_gets_the_second_sigterm_and_may_end_well(place: 
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}, str(run_dir / 'told')], stdout=-1)\n"
         "child.stdout.readline(); progress(1); child.wait(); code = leave('stopped', 3, step=1)"
     )
-    run = place.start(script)
+    run = place.start(script, scale=2.0)  # ten seconds from the second SIGTERM to SIGKILL
     run.until_state("running")
     run.ask("stop", {"grace_s": 0.05})
     run.ended()
@@ -277,20 +277,36 @@ def test_what_is_no_run_is_not_resumed(place: Place) -> None:
 def test_of_many_resumes_at_once_one_wins_and_the_others_say_why(place: Place) -> None:
     run = finished_run(place)
     (place.payload / "train" / "main.py").write_text(
-        "import time\ndef main(run_dir, attempt):\n    time.sleep(1.5)\n    return 0\n"
+        "import time\ndef main(run_dir, attempt):\n"
+        "    while not (run_dir / 'go').exists(): time.sleep(0.01)\n    return 0\n"
     )
     resumes = [
         subprocess.Popen(
             [sys.executable, str(place.payload), "resume", str(run.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=place.environment(0.02),
+            env=place.environment(CALM),
         )
         for _ in range(4)
     ]
-    answers = [json.loads(process.communicate(b"{}", timeout=30)[0]) for process in resumes]
+    answers = [json.loads(process.communicate(b"{}", timeout=100)[0]) for process in resumes]
+    (run.path / "go").touch()
     assert [answer["ok"] for answer in answers].count(True) == 1
     said = {answer["error"] for answer in answers if not answer["ok"]}
     assert all("right now" in text or "the run is alive" in text for text in said)
     run.until(lambda: run.status()["state"] == "finished")
     assert [r["attempt"] for r in run.records() if r["kind"] == "start"] == [1, 2]
+
+
+def test_a_request_that_nobody_took_any_more_is_not_one_to_the_resumed_run(place: Place) -> None:
+    run = finished_run(place)
+    (run.path / "control" / "stop").write_text('{"by": "somebody, as the run ended"}')
+    (place.payload / "train" / "main.py").write_text(
+        "import signal, time\ndef main(run_dir, attempt):\n    asked = []\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "    time.sleep(0.3)\n    return 3 if asked else 0\n"
+    )
+    assert resume(run)["ok"]
+    assert run.ended()["exit_code"] == 0
+    (request,) = [record for record in run.records() if record["kind"] == "request"]
+    assert (request["name"], request["attempt"], request["late"]) == ("stop", 2, True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,19 @@ def test_packages_and_the_drivers_library_are_looked_for_where_the_trainer_finds
     given = checkup.quick(tmp_path, {**question, "env": env})
     assert given["driver"] == {"kernel": "550.54.15", "library": "550.54.15"}
     assert given["paths"]["package:made-up-model"] == {"there": True, "seen": "version 1.2"}
+
+
+def test_a_command_that_cannot_even_be_killed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a GPU which fell off the bus."""
+    with monkeypatch.context() as hung:
+        hung.setattr(os, "killpg", lambda *_: None)
+        hung.setattr(os, "kill", lambda *_: None)
+        script = (
+            f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+        )
+        began = time.monotonic()
+        said = checkup.ask_torch([sys.executable, "-S", "-c", script], patience=1.0)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert "took more than 1 s" in said["error"] and time.monotonic() - began < 20

@@ -90,3 +90,12 @@ def test_an_nvidia_smi_in_trouble_is_a_reason_and_no_error(tmp_path: Path, body:
 
 def test_a_workspace_that_is_not_there_has_no_runs(tmp_path: Path) -> None:
     assert gpu_use(tmp_path / "absent", command="/nonexistent")["runs"] == []
+
+
+def test_an_nvidia_smi_that_cannot_be_run_here_is_a_reason(tmp_path: Path) -> None:
+    """Of another C library than the container's: the file is there, what it is to be loaded by is not."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/no/such/loader\n")
+    command.chmod(0o755)
+    found = gpu_use(tmp_path, command=str(command))
+    assert found["gpus"] == [] and found["why"] == f"{command} cannot be run (No such file or directory)"

