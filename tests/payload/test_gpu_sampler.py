@@ -20,7 +20,7 @@ from remote_payload.rundir import RecordWriter
 
 RIG = Path(__file__).parents[1] / "rig"
 A0, A1 = (f"GPU-00000000-0000-0000-0000-0000000000a{n}" for n in range(2))
-QUICK = Timing(interval=0.06, quiet=0.1, first_answer=10, silence=10, pauses=(0.02, 0.05), one_by_one=0.5)
+QUICK = Timing(interval=0.06, quiet=5, first_answer=60, silence=60, pauses=(0.02, 0.05), one_by_one=0.5)
 IMPATIENT = Timing(
     interval=0.06, quiet=0.1, first_answer=0.4, silence=0.4, pauses=(0.02, 0.05), one_by_one=0.5
 )
@@ -91,7 +91,7 @@ class Smi:
             return []
         return [json.loads(line) for line in lines]
 
-    def until(self, condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, (self.problems, self.newest())
@@ -107,7 +107,7 @@ def smi(tmp_path: Path) -> Iterator[Smi]:
     smi = Smi(tmp_path)
     yield smi
     if smi.sampler:
-        smi.sampler.stop()
+        smi.sampler.stop(60.0)
         assert not smi.sampler._thread.is_alive(), "the sampler ends when it is told to"
         assert smi.sampler.pids() == []
 
@@ -257,7 +257,7 @@ def test_a_loop_that_falls_silent_is_noticed_and_started_again(smi: Smi) -> None
 def test_children_of_a_hung_nvidia_smi_are_killed_with_it(smi: Smi) -> None:
     smi.script(f"#!/bin/sh\nsleep 600 & echo $! >> {smi.path}/children\nwait\n")
     smi.sample(IMPATIENT)
-    smi.until(lambda: smi.problems)
+    smi.until(lambda: smi.problems and (smi.path / "children").exists())
     first = int((smi.path / "children").read_text().split()[0])
     smi.until(lambda: not running(first))
 
