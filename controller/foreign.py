@@ -41,8 +41,6 @@ def attach(
     try:
         with open_place(host, accept_new_host_key=accept_new_host_key) as place:
             shipped = ship(place, payload, ["log-status", log_path])
-            python = place.python
-            workspace = place.workspace
     except ConnectionLostError as error:
         if (directory / paths.PLACE).exists():
             say(f"{host.name}: {error.message}; showing what was copied of {log_path}")
@@ -62,9 +60,9 @@ def attach(
         host=host,
         run_id=directory.name,
         run_dir=str(PurePosixPath(log_path).parent),
-        payload_dir=f"{workspace}/payloads/{payload.digest}",
+        payload_dir=shipped.directory,
         digest=payload.digest,
-        python=python,
+        python=host.python,
         created=round(time.time(), 3),
         job_name=log_path,
         log_path=log_path,

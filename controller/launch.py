@@ -138,7 +138,7 @@ def _start(
         host=host,
         run_id=run_id,
         run_dir=f"{place.workspace}/runs/{run_id}",
-        payload_dir=payload_dir_of(place, payload),
+        payload_dir=session.directory,
         digest=payload.digest,
         python=place.python,
         created=created,
@@ -174,11 +174,6 @@ def _start(
         shutil.rmtree(local_dir.parent, ignore_errors=True)
         raise LaunchError(f"{host.name}: the run was not started: {safe_line(said)}")
     return LaunchedRun(run_id, run_place.run_dir, run_place.payload_dir, payload.digest, local_dir)
-
-
-def payload_dir_of(place: Place, payload: Payload) -> str:
-    """Where the shipped payload lies in the place."""
-    return f"{place.workspace}/payloads/{payload.digest}"
 
 
 def of_this_attempt(place: Place, payload: Payload) -> dict[str, object]:

@@ -123,7 +123,7 @@ def _shipped(run_place: RunPlace, say: Callable[[str], None]) -> str:
     with open_place(run_place.host) as place:
         shipped = ship(place, pack(), ["runs", place.workspace])
     say(f"{run_place.run_id}: its payload is older and cannot send, or was removed; ours was shipped")
-    return f"{shipped.directory}"
+    return shipped.directory
 
 
 class Pull:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LaunchError, LocalStateError, UsageError
-from controller.launch import Progress, Say, examination, of_this_attempt, payload_dir_of, prepare
+from controller.launch import Progress, Say, examination, of_this_attempt, prepare
 from controller.mirror_files import MirrorFiles
 from controller.place import open_place
 from controller.run_place import RunPlace, answer_of, by
@@ -67,14 +67,13 @@ def resume(
     with open_place(run_place.host) as place, converse(place, payload, asked, progress=progress) as session:
         prepare(session, job, say=say, force=force, own=run_place.run_id)
         order = {"run": of_this_attempt(place, payload), "changes": values, "by": by()}
-        payload_dir = payload_dir_of(place, payload)
         argv = ["resume", run_place.run_dir]
         try:
             answer, said = answer_of(session.ask(argv, json.dumps(order).encode()))
             if not answer.get("ok"):
                 raise LaunchError(f"{run_place.run_id}: not resumed: {safe_line(said)}")
             run_place.model_copy(
-                update={"payload_dir": payload_dir, "digest": payload.digest, "python": place.python}
+                update={"payload_dir": session.directory, "digest": payload.digest, "python": place.python}
             ).write(directory)
         except ConnectionLostError as error:
             error.hint = f"Whether it goes on says: dflashctl status {run_place.run_id}"

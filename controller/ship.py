@@ -46,13 +46,17 @@ class Payload:
     files: tuple[tuple[str, int], ...]
     """Name in the tar and size in bytes of every file, sorted."""
 
+    def directory(self, workspace: str) -> str:
+        """Where it lies in a place with that workspace."""
+        return f"{workspace}/payloads/{self.digest}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shipped:
     """A payload in a place, and what its command said."""
 
     directory: str
-    """`<workspace>/payloads/<digest>`"""
+    """Of the payload, in the place."""
     sent: bool
     """False: it was there already."""
     new_workspace: bool
@@ -66,8 +70,9 @@ class Shipped:
 class Arrived:
     """A payload in a place, and its command that runs; whoever has it closes it."""
 
-    def __init__(self, place: Place, process: Command, digest: str, first: dict[str, Any], lines: _Lines):
-        self.directory = f"{place.workspace}/payloads/{digest}"
+    def __init__(self, directory: str, process: Command, first: dict[str, Any], lines: _Lines) -> None:
+        self.directory = directory
+        """Of the payload, in the place."""
         self.sent = not first["have"]
         self.new_workspace = bool(first["new_workspace"])
         self.process = process
@@ -165,7 +170,7 @@ def start(
         second = lines.next(ANSWER_S) or {"error": "digest", "text": "the receiver ended early"}
         if error := second.get("error"):
             raise _refused(place, str(error), second, python)
-        return Arrived(place, process, payload.digest, first, lines)
+        return Arrived(payload.directory(place.workspace), process, first, lines)
     except BaseException:
         process.close()
         raise
@@ -177,14 +182,16 @@ class Session:
     def __init__(self, place: Place, payload: Payload, arrived: Arrived) -> None:
         self.place = place
         self.payload = payload
+        self.directory = arrived.directory
+        """Of the payload, in the place."""
         self.sent = arrived.sent
         self.new_workspace = arrived.new_workspace
         self._arrived = arrived
 
     def ask(self, command: Sequence[str], stdin: bytes = b"", *, timeout: float = ANSWER_S) -> Completed:
         """Run one command of the payload. Raises ConnectionLostError, also when it takes too long."""
-        payload = f"{self.place.workspace}/payloads/{self.payload.digest}/remote_payload"
-        detail(self.place.description.command_line(self.place.python, payload, *command))
+        words = (self.place.python, f"{self.directory}/remote_payload", *command)
+        detail(self.place.description.command_line(*words))
         self._arrived.process.send(_order(command, stdin).encode() + b"\n")
         return self.answer(timeout)
 

@@ -147,7 +147,7 @@ def _print_dry_run(host: Host, name: str, job: Job, include: Sequence[Path]) -> 
     from controller.ship import pack
 
     payload = pack()
-    directory = f"{host.workspace}/payloads/{payload.digest}"
+    directory = payload.directory(host.workspace)
     say(f"place: {host.name} ({host.kind}, {host.address}), python {host.python}")
     say(f"payload {payload.digest} ({len(payload.tar)} bytes) to {directory}:")
     for file, size in payload.files:
