@@ -11,6 +11,7 @@ from controller.glance import glance
 from controller.paths import KnownRun, known_runs
 from controller.run_records import whole
 from controller.text import aligned, safe_line
+from controller.tui import figures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def print_runs(out: TextIO, *, as_json: bool) -> None:
     table = [("RUN", "STATE", "STEP", "LAUNCHED", "HOST", "JOB")]
     for row in rows:
         step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
-        launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
+        launched = figures.clock(row.created, "%Y-%m-%d %H:%M")
         table.append((row.run, row.state, step, launched, row.host, row.job))
     print("\n".join(aligned(table)), file=out)
 

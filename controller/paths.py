@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from controller.errors import LocalStateError, UsageError
+from controller.run_records import number, text
 from remote_payload import rundir
 
 PLACE: Final = "place.json"
@@ -117,12 +118,11 @@ def _folders(parent: Path) -> list[Path]:
 
 def _known(run_id: str, folder: Path) -> KnownRun:
     record = rundir.read_whole(folder / PLACE) or {}
-    created = record.get("created")
-    if isinstance(created, bool) or not isinstance(created, int | float):
-        created = 0.0
+    created = number(record, "created")
+    if created is None:
         with suppress(OSError):
             created = folder.stat().st_mtime
-    return KnownRun(run_id, folder.name, folder, float(created), str(record.get("job_name", "")))
+    return KnownRun(run_id, folder.name, folder, created or 0.0, text(record, "job_name"))
 
 
 def find_run(text: str | None) -> Path:

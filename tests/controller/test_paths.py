@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import pytest
 
 from controller import paths
 from controller.errors import LocalStateError, UsageError
+from controller.listing import print_runs
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,15 @@ def test_runs_are_listed_newest_first_and_a_spoilt_place_file_does_not_hide_one(
     os.utime(spoilt, (150.0, 150.0))
     assert [run.directory for run in paths.known_runs()] == [new, spoilt, old]
     assert paths.find_run(None) == new
+
+
+@pytest.mark.parametrize("created", [float("inf"), float("nan"), 1e300])
+def test_a_run_of_no_time_that_a_calendar_has_is_listed_as_all_others(created: float) -> None:
+    launched("odd", created)
+    launched("even", 100.0)
+    out = io.StringIO()
+    print_runs(out, as_json=False)
+    assert [line.split()[0] for line in out.getvalue().splitlines()][1:] == ["odd", "even"]
 
 
 def test_a_run_that_goes_while_they_are_listed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
