@@ -155,6 +155,7 @@ LONG = 200_000_000
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     marks = (
         pytest.mark.gpu,
+        pytest.mark.filterwarnings("default"),  # torch's, of a debug mode that is a prototype
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
         pytest.mark.parametrize("source", SOURCES),
     )
