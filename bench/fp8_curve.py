@@ -243,6 +243,11 @@ def main() -> None:
         worker.join()
     if len(curves) < 2:
         raise SystemExit("the worker failed; its traceback stands above")
+    ends = [max((step for step, _ in curve["points"]), default=0) for curve in curves]
+    if ends[0] != ends[1]:
+        raise SystemExit(
+            f"one run ends at step {ends[0]} and the other at {ends[1]}: give both the same steps"
+        )
     result = compared(*curves)
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + os.linesep)

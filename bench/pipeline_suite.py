@@ -8,6 +8,7 @@ counts what lies idle beside it.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import Any
 
@@ -40,7 +41,11 @@ def measure_suite(arguments: argparse.Namespace) -> dict[str, Any]:
         "2 + 1, one shared": Sides(parts.targets, [single]),
         "2 + 2, both shared": Sides(parts.targets, double),
     }
-    found = {name: measure(parts, each, arguments.batches, before) for name, each in sides.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in sides.items():
+        found[name] = measure(parts, each, arguments.batches, before)
+        # Now, since the next one may hang; the table is of all.
+        print(f"{name}: {found[name]['batch_ms']:.1f} ms a batch", file=sys.stderr, flush=True)
     after = measure_ceilings(sorted(set(pair), key=str))
     t, d = (found[name]["batch_ms"] / 1e3 for name in (ALONE_TARGET, ALONE_DRAFTER))
     times = RoleTimes(target_s=t, tokens=shape.context, row_s=d, step_s=0.0)

@@ -8,7 +8,7 @@ backward pass and AdamW: collect the gradient into its flat tensor, bucket by bu
 replicas. `collect` is timed alone as well, so that what a sum hides of it can be seen. GB/s are bytes of the
 flat gradient over the whole time; on D GPUs each sends and receives 2 (D - 1) / D of them by NCCL, and D - 1
 times all of them by peer copies. All replicas must hold the same bits afterwards, or the bench fails. Prints
-one JSON object and a table. On a CPU it shows life only.
+a table, and all numbers as one JSON object on the last line. On a CPU it shows life only.
 """
 
 from __future__ import annotations
@@ -120,21 +120,18 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """For people."""
-    lines = [
-        f"{'way':<7}{'gradient':<10}{'ms':>8}{'collect ms':>12}{'GB/s':>8}{'buckets':>9}{'peak GiB':>10}"
-    ]
-    for r in results:
-        if "failure" in r:
-            lines.append(f"{r['way']:<7}{r['gradient']:<10}  {r['failure']}")
-            continue
-        peak = "-" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}"
-        lines.append(
-            f"{r['way']:<7}{r['gradient']:<10}{r['ms']:>8.2f}{r['collect_ms']:>12.2f}{r['gb_per_s']:>8.1f}"
-            f"{r['buckets']:>9}{peak:>10}"
-        )
-    return "\n".join(lines)
+HEAD = f"{'way':<7}{'gradient':<10}{'ms':>8}{'collect ms':>12}{'GB/s':>8}{'buckets':>9}{'peak GiB':>10}"
+
+
+def line(r: dict[str, Any]) -> str:
+    """One measurement for people, under `HEAD`."""
+    if "failure" in r:
+        return f"{r['way']:<7}{r['gradient']:<10}  {r['failure']}"
+    peak = "-" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}"
+    return (
+        f"{r['way']:<7}{r['gradient']:<10}{r['ms']:>8.2f}{r['collect_ms']:>12.2f}{r['gb_per_s']:>8.1f}"
+        f"{r['buckets']:>9}{peak:>10}"
+    )
 
 
 def main() -> None:
@@ -154,9 +151,11 @@ def main() -> None:
     dtypes = [torch.bfloat16, torch.float32] if devices[0].type == "cuda" else [torch.float32]
     results = []
     one = functools.partial(measure, SHAPES[arguments.shape], devices, steps=arguments.steps)
+    print(HEAD)
     for dtype in dtypes:
         for way in (NCCL, PEER):
             results.append(one(way=way, gradient=dtype))
+            print(line(results[-1]), flush=True)  # now: the next one may hang
             if devices[0].type == "cuda":
                 for device in set(devices):
                     with torch.cuda.device(device):
@@ -169,7 +168,6 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(text + os.linesep)
     print(text)
-    print(table(results))
 
 
 if __name__ == "__main__":
