@@ -11,17 +11,13 @@ import typer
 
 from controller import completion
 from controller.commands.options import (
-    AcceptOption,
-    ContainerOption,
     HostOption,
     JsonOption,
-    KindOption,
-    PortOption,
+    PlaceOptions,
     Run,
-    UserOption,
-    chosen_host,
     say,
     show_upload,
+    with_place_options,
 )
 from controller.errors import UsageError
 
@@ -102,6 +98,7 @@ def export(
     return 0
 
 
+@with_place_options
 def evaluate(
     what: Annotated[
         str | None,
@@ -142,11 +139,8 @@ def evaluate(
         bool, typer.Option("--trust-remote-code", help="For a DIR: let the target's own code run.")
     ] = False,
     host: HostOption = None,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
     as_json: JsonOption = False,
 ) -> int:
     """Measure a drafter: tau by real speculative decoding, and the speed-up over plain decoding.
@@ -169,21 +163,21 @@ def evaluate(
     if what is not None and is_folder(what):
         if checkpoint is not None:
             raise UsageError(f"--checkpoint is of a run, and {what} is a folder")
-        here = (host, kind, container, user, port) == (None,) * 5
+        here = host is None and not where.is_given
         record = evaluate_folder(
             Path(what),
             question,
-            _this_machine() if here else chosen_host(host, kind, container, user, port),
+            _this_machine() if here else where.chosen(host),
             target=target,
             trust_remote_code=trust_remote_code,
             say=say,
             progress=show_upload,
-            accept_new_host_key=accept_new_host_key,
+            accept_new_host_key=where.accept_new_host_key,
         )
     else:
         from controller.paths import find_run
 
-        if (host, kind, container, user, port, target) != (None,) * 6 or trust_remote_code:
+        if host is not None or where.is_given or target is not None or trust_remote_code:
             raise UsageError("a run is evaluated where it is; --host, --target and their like are for a DIR")
         record = evaluate_run(find_run(what), question, checkpoint=checkpoint, say=say, progress=show_upload)
     if as_json:

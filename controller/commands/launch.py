@@ -10,16 +10,12 @@ import typer
 
 from controller import completion
 from controller.commands.options import (
-    AcceptOption,
-    ContainerOption,
     HostOption,
     JsonOption,
-    KindOption,
-    PortOption,
-    UserOption,
-    chosen_host,
+    PlaceOptions,
     say,
     show_upload,
+    with_place_options,
 )
 from controller.commands.watch import follow_to_stdout
 
@@ -47,6 +43,7 @@ def with_restart(changes: list[str] | None, restart: str | None) -> list[str]:
     return [*(changes or []), *([f"restart={restart}"] if restart is not None else [])]
 
 
+@with_place_options
 def launch(
     host: HostOption = None,
     job: Annotated[
@@ -73,11 +70,8 @@ def launch(
             help="A file or folder that the run gets as include/NAME; repeatable.",
         ),
     ] = None,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
     as_json: JsonOption = False,
 ) -> int:
     """Ship the payload to a place and start a job there, detached.
@@ -90,13 +84,13 @@ def launch(
     dflashctl launch --host gpubox --job mine.toml --restart on-crash
     dflashctl launch --host gpubox --job mine.toml --include data.arrow --set dataset=include:data.arrow
     """
-    chosen = chosen_host(host, kind, container, user, port)
+    chosen = where.chosen(host)
     if dry_run:
         _print_dry_run(chosen, *_loaded(job, changes, restart), include or ())
         return 0
     from controller.place import open_place
 
-    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+    with open_place(chosen, accept_new_host_key=where.accept_new_host_key) as place:
         place.connect_soon()  # while the job is read, and the rest imported and packed; nothing is sent yet
         name, checked = _loaded(job, changes, restart)
         from controller.launch import launch as launch_run
@@ -107,7 +101,7 @@ def launch(
             name,
             say=say,
             progress=show_upload,
-            accept_new_host_key=accept_new_host_key,
+            accept_new_host_key=where.accept_new_host_key,
             force=force,
             include=include or (),
         )

@@ -1,12 +1,18 @@
 """What several commands share: options, the choice of a place, narration on stderr.
 
-Imports nothing heavy, since help and completion load it.
+Typer reads a command's options from its signature. The five options that describe a place stand in one
+dataclass instead, and `with_place_options` spells them out for typer, so that a command has them as one
+parameter. Imports nothing heavy, since help and completion load it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -34,38 +40,75 @@ HostOption = Annotated[
         autocompletion=completion.places,
     ),
 ]
-KindOption = Annotated[
-    str | None,
-    typer.Option("--kind", metavar="KIND", help="local, ssh or proxmox: for a place that the file lacks."),
-]
-ContainerOption = Annotated[
-    int | None,
-    typer.Option("--container", metavar="VMID", help="Number of the LXC container (kind proxmox)."),
-]
-UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help="Login name for ssh.")]
-PortOption = Annotated[int | None, typer.Option("--port", metavar="N", help="TCP port of the ssh server.")]
-AcceptOption = Annotated[
-    bool, typer.Option("--accept-new-host-key", help="Trust a host that known_hosts lacks.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Data as JSON on stdout.")]
 
 
-def chosen_host(
-    wanted: list[str] | None,
-    kind: str | None,
-    container: int | None,
-    user: str | None,
-    port: int | None,
-) -> Host:
-    """The place that the options name. Raises InventoryError or UsageError."""
-    from controller.inventory import choose
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions:
+    """What the options beside `--host` say of a place."""
 
-    if wanted is not None and len(wanted) > 1:
-        raise UsageError(
-            f"--host was given {len(wanted)} times; a run uses one host so far",
-            "Give it once.",
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--kind", metavar="KIND", help="local, ssh or proxmox: for a place that the file lacks."
+        ),
+    ] = None
+    container: Annotated[
+        int | None,
+        typer.Option("--container", metavar="VMID", help="Number of the LXC container (kind proxmox)."),
+    ] = None
+    user: Annotated[str | None, typer.Option("--user", metavar="NAME", help="Login name for ssh.")] = None
+    port: Annotated[int | None, typer.Option("--port", metavar="N", help="TCP port of the ssh server.")] = (
+        None
+    )
+    accept_new_host_key: Annotated[
+        bool, typer.Option("--accept-new-host-key", help="Trust a host that known_hosts lacks.")
+    ] = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether they describe a place."""
+        return (self.kind, self.container, self.user, self.port) != (None,) * 4
+
+    def chosen(self, wanted: list[str] | None) -> Host:
+        """The place that `--host` and these name. Raises InventoryError or UsageError."""
+        from controller.inventory import choose
+
+        if wanted is not None and len(wanted) > 1:
+            raise UsageError(
+                f"--host was given {len(wanted)} times; a run uses one host so far",
+                "Give it once.",
+            )
+        return choose(
+            wanted[0] if wanted else None,
+            kind=self.kind,
+            container=self.container,
+            user=self.user,
+            port=self.port,
         )
-    return choose(wanted[0] if wanted else None, kind=kind, container=container, user=user, port=port)
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_TYPES = get_type_hints(PlaceOptions, include_extras=True)
+_SPELLED = [
+    inspect.Parameter(field.name, _KEYWORD, default=field.default, annotation=_TYPES[field.name])
+    for field in dataclasses.fields(PlaceOptions)
+]
+
+
+def with_place_options(command: Callable[..., int]) -> Callable[..., int]:
+    """`command` as typer is to see it: each option of `PlaceOptions` where its signature has `where`."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        where = PlaceOptions(**{option.name: given.pop(option.name) for option in _SPELLED})
+        return command(**given, where=where)
+
+    parameters: list[inspect.Parameter] = []
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        parameters += _SPELLED if own.name == "where" else [own.replace(kind=_KEYWORD)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def show_upload(sent: int, total: int) -> None:

@@ -11,16 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from controller.commands.options import (
-    AcceptOption,
-    ContainerOption,
     HostOption,
     JsonOption,
-    KindOption,
-    PortOption,
-    UserOption,
-    chosen_host,
+    PlaceOptions,
     say,
     show_upload,
+    with_place_options,
 )
 from controller.errors import PayloadEnvironmentError, UsageError
 
@@ -28,14 +24,12 @@ REST = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Context settings of a command whose last words are somebody else's."""
 
 
+@with_place_options
 def exec_(
     argv: Annotated[list[str], typer.Argument(metavar="ARGV...", help="The command, after `--`.")],
     host: HostOption = None,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Run a command in a place: in its workspace, with the venv's programs first.
 
@@ -49,20 +43,18 @@ def exec_(
     from controller.passing import run_command
     from controller.place import open_place
 
-    chosen = chosen_host(host, kind, container, user, port)
-    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+    chosen = where.chosen(host)
+    with open_place(chosen, accept_new_host_key=where.accept_new_host_key) as place:
         return run_command(place, argv)
 
 
+@with_place_options
 def python(
     program: Annotated[str, typer.Argument(metavar="FILE|-", help="A program here, or - for stdin.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
     host: HostOption = None,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Run a Python program of this machine in a place's venv, with the place's variables.
 
@@ -75,15 +67,16 @@ def python(
     from controller.passing import run_python
     from controller.place import open_place
 
-    chosen = chosen_host(host, kind, container, user, port)
+    chosen = where.chosen(host)
     try:
         text = sys.stdin.buffer.read() if program == "-" else Path(program).read_bytes()
     except OSError as error:
         raise UsageError(f"{program}: cannot be read ({error.strerror})") from error
-    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+    with open_place(chosen, accept_new_host_key=where.accept_new_host_key) as place:
         return run_python(place, program, text, arguments or [], stdin=program != "-")
 
 
+@with_place_options
 def gpus(
     host: HostOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
@@ -92,11 +85,8 @@ def gpus(
         typer.Option("--interval", min=1, max=3600, metavar="S", help="Seconds between listings of --watch."),
     ] = 5.0,
     as_json: JsonOption = False,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Show the GPUs of a place, and which runs use them.
 
@@ -111,9 +101,9 @@ def gpus(
     from controller.ship import pack, start
     from controller.text import safe_line
 
-    chosen = chosen_host(host, kind, container, user, port)
+    chosen = where.chosen(host)
     listed: dict[str, Any] = {}
-    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+    with open_place(chosen, accept_new_host_key=where.accept_new_host_key) as place:
         words = [f"{interval:g}"] if watch else []
         arrived = start(place, pack(), ["gpus", place.workspace, *words])
         try:
@@ -134,6 +124,7 @@ def gpus(
     return 0
 
 
+@with_place_options
 def probe(
     host: HostOption = None,
     device: Annotated[
@@ -149,11 +140,8 @@ def probe(
         ),
     ] = "none",
     as_json: JsonOption = False,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Try every way of running a training step in a place, and say which work there and how fast.
 
@@ -170,10 +158,10 @@ def probe(
     from controller.probe_table import HEADER, line
     from controller.ship import pack, start
 
-    chosen = chosen_host(host, kind, container, user, port)
+    chosen = where.chosen(host)
     worked = False
     refusal: str | None = None
-    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+    with open_place(chosen, accept_new_host_key=where.accept_new_host_key) as place:
         arrived = start(place, pack(), ["probe", device, fp8])
         try:
             if not as_json:
@@ -196,6 +184,7 @@ def probe(
     return 0
 
 
+@with_place_options
 def doctor(
     host: HostOption = None,
     job: Annotated[
@@ -206,11 +195,8 @@ def doctor(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
     ] = None,
     as_json: JsonOption = False,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Look whether a place can train: connection, container, venv, GPUs, disk, memory, clock.
 
@@ -226,12 +212,11 @@ def doctor(
     from controller.checkup import between, look_at, report_text
     from controller.errors import PayloadEnvironmentError
 
-    hosts = [chosen_host([name], kind, container, user, port) for name in host or []]
-    hosts = hosts or [chosen_host(None, kind, container, user, port)]
+    hosts = [where.chosen([name]) for name in host or []] or [where.chosen(None)]
     checked = None if job is None else jobs.load(job, changes or [])[1]
     code = 0
     for each in hosts:
-        report = look_at(each, checked, accept_new_host_key=accept_new_host_key)
+        report = look_at(each, checked, accept_new_host_key=where.accept_new_host_key)
         code = code or report.exit_code
         if len(hosts) > 1 and not as_json:
             print(f"{each.name}:")
@@ -247,17 +232,15 @@ def doctor(
     return code
 
 
+@with_place_options
 def setup(
     host: HostOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done; contact nobody.")
     ] = False,
     as_json: JsonOption = False,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Make or mend a place's virtual environment, by uv where it is installed and pip elsewhere.
 
@@ -271,11 +254,11 @@ def setup(
     from controller.ship import pack
     from controller.venv import plan, set_up
 
-    chosen = chosen_host(host, kind, container, user, port)
+    chosen = where.chosen(host)
     if dry_run:
         print(plan(chosen))
         return 0
-    done = set_up(chosen, pack(), say, accept_new_host_key=accept_new_host_key, progress=show_upload)
+    done = set_up(chosen, pack(), say, accept_new_host_key=where.accept_new_host_key, progress=show_upload)
     versions = ", ".join(f"{name} {version}" for name, version in done["packages"].items())
     say(f"{chosen.name}: {chosen.venv} {'is ready' if done['changed'] else 'was whole already'}: {versions}")
     if as_json:
@@ -283,6 +266,7 @@ def setup(
     return 0
 
 
+@with_place_options
 def prune(
     host: HostOption = None,
     older_than: Annotated[
@@ -291,11 +275,8 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
     as_json: JsonOption = False,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Remove old runs, payloads and included files from a place; lists them, and asks first.
 
@@ -311,9 +292,9 @@ def prune(
     from controller.ship import pack
     from controller.tui.figures import amount
 
-    chosen, payload = chosen_host(host, kind, container, user, port), pack()
+    chosen, payload = where.chosen(host), pack()
     older_s = pruning.seconds(older_than)
-    with open_place(chosen, accept_new_host_key=accept_new_host_key) as place:
+    with open_place(chosen, accept_new_host_key=where.accept_new_host_key) as place:
         items = pruning.examine(place, payload, older_s)
         going = [item for item in items if item["kept"] is None]
         answers: list[dict[str, Any]] = []

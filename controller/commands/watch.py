@@ -10,16 +10,12 @@ from typing import Annotated
 import typer
 
 from controller.commands.options import (
-    AcceptOption,
-    ContainerOption,
     HostOption,
     JsonOption,
-    KindOption,
-    PortOption,
+    PlaceOptions,
     Run,
-    UserOption,
-    chosen_host,
     say,
+    with_place_options,
 )
 from controller.errors import UsageError
 
@@ -27,10 +23,9 @@ PathOption = Annotated[
     str | None,
     typer.Option("--path", metavar="FILE", help="A log of --host that is no run's, by its absolute path."),
 ]
-Place = tuple[list[str] | None, str | None, int | None, str | None, int | None]
-"""What --host, --kind, --container, --user and --port say."""
 
 
+@with_place_options
 def logs(
     run: Run = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run has ended.")] = False,
@@ -42,11 +37,8 @@ def logs(
     ] = False,
     path: PathOption = None,
     host: HostOption = None,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Print a run's log: every byte once, across lost connections.
 
@@ -60,14 +52,14 @@ def logs(
     dflashctl logs --tail 20 demo-1130
     dflashctl logs --host gpubox --path /workspace/train.log --follow
     """
-    directory = _directory(run, path, (host, kind, container, user, port), accept_new_host_key)
+    directory = _directory(run, path, host, where)
     return follow_to_stdout(directory, follow=follow, tail=tail, whole=whole)
 
 
-def _directory(run: str | None, path: str | None, place: Place, accept_new_host_key: bool) -> Path:
-    """The mirror folder of the run, or of the log at `path` in `place`, which is attached to."""
+def _directory(run: str | None, path: str | None, host: list[str] | None, where: PlaceOptions) -> Path:
+    """The mirror folder of the run, or of the log at `path` in a place, which is attached to."""
     if path is None:
-        if place != (None,) * 5:
+        if host is not None or where.is_given:
             raise UsageError(
                 "--host and its like need --path; a run is named by its id", "See: dflashctl runs"
             )
@@ -78,7 +70,7 @@ def _directory(run: str | None, path: str | None, place: Place, accept_new_host_
         raise UsageError(f"both a run ({run}) and --path ({path}) were given", "Name one of them.")
     from controller.foreign import attach
 
-    return attach(chosen_host(*place), path, say=say, accept_new_host_key=accept_new_host_key)
+    return attach(where.chosen(host), path, say=say, accept_new_host_key=where.accept_new_host_key)
 
 
 def status(
@@ -100,15 +92,13 @@ def status(
         return print_status(directory, as_json, mirror=mirror)
 
 
+@with_place_options
 def tui(
     run: Run = None,
     path: PathOption = None,
     host: HostOption = None,
-    kind: KindOption = None,
-    container: ContainerOption = None,
-    user: UserOption = None,
-    port: PortOption = None,
-    accept_new_host_key: AcceptOption = False,
+    *,
+    where: PlaceOptions,
 ) -> int:
     """Watch a run: state, loss, tau, threads, GPUs, log. `q` leaves it running.
 
@@ -129,7 +119,7 @@ def tui(
 
         return new_mirror(run_directory)
 
-    directory = _directory(run, path, (host, kind, container, user, port), accept_new_host_key)
+    directory = _directory(run, path, host, where)
     notes: list[str] = []  # the screen is the app's; what is to be said is said after it
     try:
         with notifying(directory, notes.append):
