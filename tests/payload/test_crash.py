@@ -96,13 +96,15 @@ def test_an_odd_exception_still_gives_a_whole_small_record(tmp_path: Path, error
 
 
 def test_stacks_of_all_threads_are_dumped_and_appended(tmp_path: Path) -> None:
-    leave = threading.Event()
+    inside, leave = threading.Event(), threading.Event()
 
     def a_thread_that_waits() -> None:
-        leave.wait(10)
+        inside.set()
+        leave.wait(100)
 
     waiting = threading.Thread(target=a_thread_that_waits)
     waiting.start()
+    assert inside.wait(60)
     name = crash.dump_stacks(tmp_path, "threads did not end")
     assert crash.dump_stacks(tmp_path, "threads did not end") == name
     leave.set()
@@ -121,15 +123,17 @@ from remote_payload import crash
 crash.install(Path(sys.argv[1]))
 lock = threading.Lock()
 lock.acquire()
+inside = threading.Event()
 def held_thread():
+    inside.set()
     lock.acquire()
 threading.Thread(target=held_thread, daemon=True).start()
-time.sleep(0.05)
+inside.wait()
 print("ready", flush=True)
 if sys.argv[2] == "segfault":
     import ctypes
     ctypes.string_at(0)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -149,7 +153,7 @@ def test_a_hanging_process_shows_its_stacks_on_sigusr1_and_lives_on(tmp_path: Pa
         assert (tmp_path / "crash" / crash.FATAL).read_bytes() == b""
         process.send_signal(signal.SIGUSR1)
         path = tmp_path / "crash" / crash.REQUEST
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while b"in held_thread" not in path.read_bytes() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert b"in held_thread" in path.read_bytes()
@@ -159,7 +163,7 @@ def test_a_hanging_process_shows_its_stacks_on_sigusr1_and_lives_on(tmp_path: Pa
 
 def test_a_segmentation_fault_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
     with start(tmp_path, "segfault") as process:
-        assert process.wait(10) == -signal.SIGSEGV
+        assert process.wait(60) == -signal.SIGSEGV
     text = (tmp_path / "crash" / crash.FATAL).read_text()
     assert "Segmentation fault" in text
     assert "in held_thread" in text

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from remote_payload.job import JobError
+from remote_payload.train import devices
 from remote_payload.train.devices import aside, compute_dtype, on_device, resolve_devices, turn
 
 CPU = torch.device("cpu")
@@ -51,12 +52,13 @@ def test_only_one_thread_has_its_turn_on_the_cpu_and_who_asked_first_comes_first
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     with turn(CPU):
-        for thread in threads:
+        for asked, thread in enumerate(threads, start=1):
             thread.start()
-            time.sleep(0.01)  # so that the order of asking is known
+            while len(devices._CPU._waiting) < asked:  # so that the order of asking is known
+                time.sleep(0.001)
         assert order == []
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert order == list(range(6))
 
 

@@ -143,7 +143,7 @@ def test_two_that_resolve_at_once_convert_once(
     def slow(gguf: Path, folder: Path, log: object) -> None:
         conversions.append(gguf)
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(model_source, "convert_gguf", slow)
@@ -160,10 +160,10 @@ def test_two_that_resolve_at_once_convert_once(
 
     first, second = threading.Thread(target=resolve), threading.Thread(target=resolve)
     first.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     second.start()
-    first.join(10)
-    second.join(10)
+    first.join(60)
+    second.join(60)
     assert len(conversions) == 1
     assert len(found) == 2
     assert found[0] == found[1]

@@ -31,7 +31,7 @@ def test_one_listens_until_its_stdin_ends_and_the_other_reaches_it() -> None:
     second = subprocess.run(argv, input=b"", capture_output=True)
     assert "cannot be listened on (Address already in use)" in json.loads(second.stdout)["why"]
     process.stdin.close()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     process.stdout.close()
 
 

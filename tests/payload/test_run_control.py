@@ -53,7 +53,7 @@ def test_whoever_waits_on_a_queue_or_a_handover_is_woken_by_a_failure() -> None:
     assert woken == []
     control.abort()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert sorted(map(str, woken)) == ["get", "put", "wait"]
 
 
@@ -63,7 +63,7 @@ def test_a_closed_queue_lets_putters_go_and_drops_what_nobody_will_fetch() -> No
     thread = threading.Thread(target=queue.put, args=(1, 1), daemon=True)
     thread.start()
     queue.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     queue.put(9, 9)
     assert queue.get() == 0 and queue.get() is None

@@ -14,7 +14,7 @@ def test_what_is_written_next_waits_for_what_is_being_written() -> None:
     saver, slow, order = Saver(RunControl()), threading.Event(), []
 
     def first() -> None:
-        slow.wait(5)
+        slow.wait(60)
         order.append("first")
 
     saver.submit(first)
@@ -25,7 +25,7 @@ def test_what_is_written_next_waits_for_what_is_being_written() -> None:
     assert order == ["first", "second"]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("error", [OSError(5, "no"), TimeoutError(110, "the disk is behind a network")])
 def test_what_writing_raises_reaches_who_waits(error: OSError) -> None:
     saver = Saver(RunControl())
@@ -43,7 +43,7 @@ def test_who_waits_for_a_disk_that_hangs_is_woken_by_a_failure_elsewhere() -> No
     saver = Saver(control)
 
     def write() -> None:
-        hangs.wait(20)
+        hangs.wait(100)
 
     saver.submit(write)
     control.abort()

@@ -89,7 +89,7 @@ def together(work: Sequence[Callable[[], object]]) -> list[BaseException]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     assert not any(thread.is_alive() for thread in threads)
     return raised
 
