@@ -9,6 +9,8 @@ are made by the command that needs them, so that help and completion start witho
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import gc
 import os
 import sys
@@ -25,12 +27,13 @@ from controller.errors import (
     INTERNAL_EXIT_CODE,
     DflashctlError,
     InterruptedByUser,
+    LocalStateError,
     UsageError,
 )
 from controller.narration import Loudness, explain, say, set_loudness
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 BROKEN_PIPE = 141
 """Exit code when stdout's reader has gone (128 + SIGPIPE), as of any filter."""
@@ -40,16 +43,27 @@ class _ReaderGoneError(Exception):
     """Whoever read our stdout has closed it."""
 
 
+@contextlib.contextmanager
+def _our_endings() -> Iterator[None]:
+    """Errors of ours for what typer would turn into exit codes of its own."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedByUser("interrupted; a run that was started goes on") from None
+    except BrokenPipeError:
+        raise _ReaderGoneError from None
+
+
 class _Commands(typer.core.TyperGroup):
-    """Catches what typer would turn into exit codes of its own."""
+    """Ends as we say, whether a command runs or its words are still read (which imports pydantic)."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _our_endings():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _our_endings():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise InterruptedByUser("interrupted; a run that was started goes on") from None
-        except BrokenPipeError:
-            raise _ReaderGoneError from None
 
 
 app = typer.Typer(
@@ -130,20 +144,31 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     atexit.register(gc.freeze)  # all ends at once: to look for cycles first would take 30 ms
     try:
-        result = app(args=loudness_first(given), prog_name="dflashctl", standalone_mode=False)
-        sys.stdout.flush()
+        with _our_endings():
+            result = app(args=loudness_first(given), prog_name="dflashctl", standalone_mode=False)
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except DflashctlError as error:
         return _fail(error)
-    except (_ReaderGoneError, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except _ReaderGoneError:
+        _forget_stdout()
         return BROKEN_PIPE
-    except KeyboardInterrupt:
-        return InterruptedByUser.exit_code
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _forget_stdout()
+            what = error.filename or "stdout or a file"
+            return _fail(LocalStateError(f"{what}: cannot be written ({error.strerror})", "Make room."))
         if isinstance(error, _usage_exception()):
             return _fail(UsageError(error.format_message(), _help_hint(error)))
         return _defect(error)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _forget_stdout() -> None:
+    """Have nobody write what stdout still holds: the interpreter would try at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _have_streams() -> None:

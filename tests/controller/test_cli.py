@@ -154,6 +154,7 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
         (["launch", "--job", "JOB", "--set", "learning_rat=1"], 64, ["unknown key 'learning_rat'; did"]),
         (["launch", "--job", "JOB", "--set", "steps"], 64, ["--set 'steps': expected key=value"]),
         (["launch", "--job", "JOB", "--set", "steps=many"], 64, ["steps = 'many': expected a whole number"]),
+        (["doctor", "--set", "steps=1"], 64, ["--set changes a job, and --job names none"]),
         (["logs"], 64, ["no run is known on this machine"]),
         (["status", "demo"], 64, ["no run 'demo': none is known"]),
         (["stop"], 64, ["no run is known on this machine"]),
@@ -269,6 +270,31 @@ def test_ctrl_c_ends_it_quietly_with_a_code_of_its_own(env: dict[str, str], tmp_
         out, err = process.communicate(timeout=20)
     assert process.returncode == 80
     assert (out, err) == (b"", b"\ninterrupted; a run that was started goes on\n")
+
+
+def test_ctrl_c_while_the_words_are_read_has_the_same_code(env: dict[str, str]) -> None:
+    code = (
+        "import sys, controller.cli as cli\n"
+        "def interrupted(*a, **k): raise KeyboardInterrupt\n"
+        "cli.typer.core.TyperGroup.parse_args = interrupted\n"
+        "sys.exit(cli.main(['runs']))"
+    )
+    argv = [*command()[:2], code]
+    done = subprocess.run(argv, env=environment(env), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (80, "")
+    assert done.stderr == "\ninterrupted; a run that was started goes on\n"
+
+
+@pytest.mark.parametrize("arguments", [["runs"], ["--help"], ["launch", "--dry-run", "-q"]])
+def test_a_full_disk_under_stdout_is_no_defect(env: dict[str, str], arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command(*arguments), env=environment(env), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 77
+    assert done.stderr == (
+        "error: stdout or a file: cannot be written (No space left on device)\nhint: Make room.\n"
+    )
 
 
 def failing(env: dict[str, str], expression: str) -> subprocess.CompletedProcess[str]:
