@@ -213,6 +213,8 @@ def doctor(
     from controller.errors import PayloadEnvironmentError
 
     hosts = [where.chosen([name]) for name in host or []] or [where.chosen(None)]
+    if job is None and changes:
+        raise UsageError("--set changes a job, and --job names none")
     checked = None if job is None else jobs.load(job, changes or [])[1]
     code = 0
     for each in hosts:
