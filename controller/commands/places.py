@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from controller.commands.launch import ChangesOption
 from controller.commands.options import (
     HostOption,
     JsonOption,
@@ -190,10 +191,7 @@ def doctor(
     job: Annotated[
         str | None, typer.Option("--job", metavar="NAME|FILE", help="Whether this job could run there.")
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; repeatable."),
-    ] = None,
+    changes: ChangesOption = None,
     as_json: JsonOption = False,
     *,
     where: PlaceOptions,
@@ -210,22 +208,20 @@ def doctor(
     """
     from controller import jobs
     from controller.checkup import between, look_at, report_text
-    from controller.errors import PayloadEnvironmentError
 
     hosts = [where.chosen([name]) for name in host or []] or [where.chosen(None)]
     if job is None and changes:
         raise UsageError("--set changes a job, and --job names none")
     checked = None if job is None else jobs.load(job, changes or [])[1]
-    code = 0
+    code, all_reached = 0, True
     for each in hosts:
         report = look_at(each, checked, accept_new_host_key=where.accept_new_host_key)
         code = code or report.exit_code
+        all_reached &= report.error is None
         if len(hosts) > 1 and not as_json:
             print(f"{each.name}:")
         print(json.dumps(report.to_json()) if as_json else report_text(report.checks), flush=True)
-        if report.error is not None:
-            return code
-    if len(hosts) > 1:
+    if len(hosts) > 1 and all_reached:
         ways = between(hosts)
         record = {"hosts": [each.name for each in hosts], "checks": [dataclasses.asdict(way) for way in ways]}
         print(json.dumps(record) if as_json else "between them:\n" + report_text(ways))

@@ -190,6 +190,23 @@ def test_a_host_that_refuses_is_one_sentence_and_its_code(env: dict[str, str], j
     assert hint.startswith("hint: Does sshd run there")
 
 
+def test_the_doctor_looks_at_the_other_hosts_too_when_one_cannot_be_reached(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts.toml").write_text(
+        '[places.gone]\nkind = "ssh"\naddress = "127.0.0.1"\nport = 1\n'
+        f'[places.here]\nkind = "local"\nworkspace = "{tmp_path}/w"\n'
+    )
+    env["DFLASHCTL_HOSTS"] = str(tmp_path / "hosts.toml")
+    done = dflashctl("doctor", "--json", "--host", "gone", "--host", "here", env=env)
+    assert done.returncode == 66
+    gone, here = map(json.loads, done.stdout.splitlines())
+    assert [(one["host"], one["checks"][0]["level"]) for one in (gone, here)] == [
+        ("gone", "failure"),
+        ("here", "ok"),
+    ]
+
+
 def test_a_dry_run_prints_the_job_as_data_and_touches_nothing(
     env: dict[str, str], job: str, tmp_path: Path
 ) -> None:
