@@ -21,6 +21,7 @@ from controller.errors import (
     ConnectionLostError,
     GpusInUseError,
     LaunchError,
+    LocalStateError,
     PayloadEnvironmentError,
 )
 from controller.gpu_claims import conflicts, living, wants_gpus
@@ -145,7 +146,11 @@ def _start(
         job_name=job_name,
     )
     local_dir = paths.make_mirror_dir(run_id, place.host)
-    run_place.write(local_dir)
+    try:
+        run_place.write(local_dir)
+    except LocalStateError:  # a full disk: a folder without place.json would be the newest run from now on
+        shutil.rmtree(local_dir.parent, ignore_errors=True)
+        raise
     run = {
         "id": run_id,
         "created": created,

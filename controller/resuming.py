@@ -62,6 +62,7 @@ def resume(
     run_place = RunPlace.read(directory)
     values = dict(_change(text) for text in changes)
     job = changed_job(directory / rundir.JOB, values, say)
+    run_place.write(directory)  # as it was: that the folder takes nothing is to be known before the start
     payload = pack()
     asked = examination(run_place.host, job)
     with open_place(run_place.host) as place, converse(place, payload, asked, progress=progress) as session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,13 @@ class RunPlace(BaseModel):
         except OSError as error:
             raise LocalStateError(f"{path}: cannot be read ({error.strerror})") from error
         except ValidationError as error:
-            raise LocalStateError(f"{path}: is damaged ({error.errors()[0]['msg']})") from error
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise LocalStateError(
+                f"{path}: is damaged ({key + ': ' if key else ''}{first['msg']})",
+                f"It says where the run is, and the run goes on without it. What was copied is beside it; to"
+                f" forget the run here: rm -r {shlex.quote(str(directory))}",
+            ) from error
 
     def write(self, directory: Path) -> None:
         """Write it into the mirror folder `directory`. Raises LocalStateError."""

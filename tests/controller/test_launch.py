@@ -1,7 +1,9 @@
 """Launching on this machine: real processes, the real supervisor, and a trainer of three lines."""
 
 import contextlib
+import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -184,6 +186,19 @@ def test_a_start_that_is_refused_leaves_no_run_behind(host: Host) -> None:
     assert paths.known_runs() == []
 
 
+def test_a_launch_whose_note_cannot_be_written_starts_nothing_and_leaves_no_folder(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(rundir, "write_whole", full)
+    with pytest.raises(LocalStateError, match="cannot be written"):
+        launch(host, JOB, "tiny")
+    assert paths.known_runs() == []
+    assert not (Path(host.workspace) / "runs").exists()
+
+
 def test_a_connection_that_breaks_during_the_start_leaves_a_run_to_ask_about(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +232,8 @@ def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:
 
 def test_a_damaged_place_json_is_named(tmp_path: Path) -> None:
     (tmp_path / paths.PLACE).write_text("{}")
-    with pytest.raises(LocalStateError, match=r"place\.json: is damaged"):
+    with pytest.raises(LocalStateError, match=r"place\.json: is damaged \(host: Field required\)") as caught:
         RunPlace.read(tmp_path)
+    assert f"rm -r {tmp_path}" in caught.value.hint
     with pytest.raises(LocalStateError, match="cannot be read"):
         RunPlace.read(tmp_path / "absent")

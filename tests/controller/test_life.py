@@ -16,6 +16,7 @@ from controller.errors import (
     ConnectionLostError,
     GpusInUseError,
     LaunchError,
+    LocalStateError,
     NotInTimeError,
     RunLostError,
     UsageError,
@@ -213,6 +214,21 @@ def test_a_resume_whose_answer_is_lost_is_seen_all_the_same(
     wait_for_state(run, "running")
     state = last_state(run.local_dir)
     assert (state.attempt, state.ended) == (2, False)
+
+
+def test_a_resume_that_cannot_be_noted_here_begins_no_attempt(
+    run: LaunchedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(run.local_dir, grace_s=20, say=quiet)
+
+    def full(place: RunPlace, directory: Path) -> None:
+        raise LocalStateError(f"{directory}: cannot be written (No space left on device)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunPlace, "write", full)
+        with pytest.raises(LocalStateError, match="cannot be written"):
+            resume(run.local_dir, [], say=quiet)
+    assert last_state(run.local_dir).attempt == 1
 
 
 def test_a_resume_under_another_payload_says_so_and_is_followed_with_it(
