@@ -32,21 +32,12 @@ from remote_payload.job_key import (
     typed,
     within,
 )
+from remote_payload.job_together import check_together
 
 __all__ = ["Change", "Job", "JobError", "differences", "load", "parse_change", "resumable_keys"]
 
 PAYLOAD_PREFIX = "payload:"
 """A path that begins so is meant inside the shipped `remote_payload` folder."""
-
-_READ_ONLY_BY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "kl_share": ("objective", ("forward_kl",)),
-    "lk_eta": ("objective", ("lk",)),
-    "dpace_alpha": ("objective", ("dpace",)),
-    "focal_weight": ("objective", ("focal", "chain")),
-    "chain_weight": ("objective", ("chain",)),
-    "decay": ("schedule", ("wsd",)),
-}
-"""Keys that mean something with some values of another key alone: set without, they would do nothing."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -319,70 +310,8 @@ class Job:
             elif field.default is REQUIRED and field.default_factory is REQUIRED:
                 raise JobError(f"{source}: {name} is missing. {field.metadata['text']}")
         job = cls(**checked)
-        job._check_together(source)
+        check_together(job, source)
         return job
-
-    def _check_together(self, source: str) -> None:
-        for field in dataclasses.fields(self):
-            owner, values = _READ_ONLY_BY.get(field.name, ("", ()))
-            if owner and getattr(self, field.name) != field.default and getattr(self, owner) not in values:
-                raise JobError(
-                    f"{source}: {field.name} = {getattr(self, field.name)!r} is read only with {owner} ="
-                    f" {' or '.join(map(repr, values))}, and it is {getattr(self, owner)!r}"
-                )
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            raise JobError(
-                f"{source}: warmup = {self.warmup:g} and decay = {self.decay:g}: expected no more than 1"
-                " together"
-            )
-        if self.roles == "auto":
-            self._check_measured_roles(source)
-        if self.fp8 != "none" and self.compute_dtype == "float32":
-            raise JobError(
-                f"{source}: fp8 = {self.fp8!r} and compute_dtype = 'float32': expected 'bfloat16' or 'auto'"
-                " with it"
-            )
-        replicas = len(self.drafters)
-        if self.rows_per_step % replicas:
-            raise JobError(
-                f"{source}: rows_per_step = {self.rows_per_step}: expected a multiple of the"
-                f" {replicas} drafter replicas"
-            )
-        if self.init_from_target and len(self.init_from_target) != self.layers:
-            raise JobError(
-                f"{source}: init_from_target names {len(self.init_from_target)} layers: expected one for"
-                f" each of the drafter's {self.layers} layers"
-            )
-        if self.anchors < self.max_batch:
-            raise JobError(
-                f"{source}: anchors = {self.anchors} and max_batch = {self.max_batch}: expected a slot"
-                " for each document of a row, or some are never learned from"
-            )
-        if self.init_from and self.init_from_target:
-            raise JobError(
-                f"{source}: init_from = {self.init_from!r} and init_from_target = {self.init_from_target}"
-                " exclude each other; leave one out"
-            )
-        if self.bucket_edges[0] >= self.token_budget:
-            raise JobError(f"{source}: token_budget = {self.token_budget}: no bucket fits into it")
-
-    def _check_measured_roles(self, source: str) -> None:
-        named = [name for name in ("targets", "drafters") if getattr(self, name) != ["auto"]]
-        if named:
-            raise JobError(
-                f"{source}: roles = 'auto' chooses devices by a measurement, and {named[0]} ="
-                f" {getattr(self, named[0])} names them; leave {named[0]} out, or set roles = 'propose'"
-            )
-        if not self.rows_per_step:
-            raise JobError(
-                f"{source}: roles = 'auto' needs rows_per_step: a measurement decides how many replicas there"
-                " are, and must not decide how many rows a step has"
-            )
-        if self.features == "cached":
-            raise JobError(
-                f"{source}: roles = 'auto' and features = 'cached' exclude each other: targets work in the"
-                " first pass alone, so no split suits the whole run; name the devices"
-            )
 
     def to_toml(self) -> str:
         """The whole job as TOML, each key under its text, so that the file explains itself."""
