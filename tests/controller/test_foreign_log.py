@@ -105,10 +105,10 @@ def test_the_beginning_read_after_the_end_adds_what_it_says_and_takes_no_step_ba
     ids=["digits", "commas", "steps"],
 )
 def test_a_hostile_line_costs_little(hostile: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()  # a busy machine adds nothing
     for _ in range(20):
         parse(hostile)
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 DAMAGE = st.sampled_from(["9" * 400, "x", "-", ","])

@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)

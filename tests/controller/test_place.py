@@ -23,7 +23,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def crossed(place: Place, texts: list[str]) -> list[str]:
-    done = place.run([place.python, "-I", "-c", ECHO, *texts], timeout=30)
+    done = place.run([place.python, "-I", "-c", ECHO, *texts], timeout=60)
     assert done.status == 0, done.stderr
     return done.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
 
@@ -67,17 +67,17 @@ def test_the_script_is_ascii_and_a_nul_byte_is_refused() -> None:
 
 
 def test_both_streams_and_the_exit_status_arrive(place: Place) -> None:
-    done = place.run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout=10)
+    done = place.run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout=60)
     assert (done.status, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
 
 
 @pytest.mark.parametrize(("number", "status"), [("TERM", 143), ("KILL", 137)])
 def test_death_by_a_signal_is_told_as_128_plus_its_number(place: Place, number: str, status: int) -> None:
-    assert place.run(["sh", "-c", f"kill -{number} $$"], timeout=10).status == status
+    assert place.run(["sh", "-c", f"kill -{number} $$"], timeout=60).status == status
 
 
 def test_an_absent_program_is_status_127(place: Place) -> None:
-    done = place.run(["/nonexistent/python"], timeout=10)
+    done = place.run(["/nonexistent/python"], timeout=60)
     assert done.status == 127
     assert b"/nonexistent/python" in done.stderr
 
@@ -96,12 +96,12 @@ def test_megabytes_go_both_ways_at_once(place: Place) -> None:
 
 
 def test_a_command_that_does_not_read_its_stdin_ends_all_the_same(place: Place) -> None:
-    assert place.run(["true"], stdin=b"x" * (4 << 20), timeout=20).status == 0
+    assert place.run(["true"], stdin=b"x" * (4 << 20), timeout=60).status == 0
 
 
 def test_stderr_after_the_end_of_stdout_does_not_block_it(place: Place) -> None:
     late = "import os,sys; os.close(1); sys.stderr.write('x'*3000000); sys.stderr.flush()"
-    assert place.run([place.python, "-c", late], timeout=30).status == 0
+    assert place.run([place.python, "-c", late], timeout=60).status == 0
 
 
 class Chatter:
@@ -130,20 +130,20 @@ def test_a_login_that_prints_for_ever_is_given_up_and_let_go() -> None:
 def test_a_slow_command_is_given_up(place: Place) -> None:
     begun = time.monotonic()
     with pytest.raises(ConnectionLostError, match="more than"):
-        place.run(["sleep", "60"], timeout=0.3)
-    assert time.monotonic() - begun < 10
+        place.run(["sleep", "600"], timeout=0.3)
+    assert time.monotonic() - begun < 60
 
 
 def test_receive_returns_none_while_nothing_comes_and_bytes_when_they_do(place: Place) -> None:
     process = place.start(["cat"])
     assert process.receive(0.05) is None
     process.send(b"ping\n")
-    assert process.receive(10) == b"ping\n"
+    assert process.receive(60) == b"ping\n"
     assert process.wait(0.05) is None
     process.close_stdin()
     process.close_stdin()
-    assert process.receive(10) == b""
-    assert process.wait(10) == 0
+    assert process.receive(60) == b""
+    assert process.wait(60) == 0
     process.close()
 
 
@@ -160,7 +160,7 @@ def test_commands_of_one_place_run_side_by_side(place: Place) -> None:
     threads = [
         threading.Thread(
             target=lambda n=n: statuses.append(
-                place.run(["sh", "-c", f"sleep 0.2; exit {n}"], timeout=20).status
+                place.run(["sh", "-c", f"sleep 0.2; exit {n}"], timeout=60).status
             )
         )
         for n in range(4)
@@ -174,16 +174,16 @@ def test_commands_of_one_place_run_side_by_side(place: Place) -> None:
 
 def test_nothing_of_the_callers_environment_gets_in(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    names = {line.split(b"=")[0] for line in place.run(["env"], timeout=10).stdout.splitlines()}
+    names = {line.split(b"=")[0] for line in place.run(["env"], timeout=60).stdout.splitlines()}
     assert names <= {b"PATH", b"HOME", b"USER", b"LANG", b"LC_ALL", b"PWD", b"OLDPWD", b"SHLVL", b"_"}
 
 
 def test_a_closed_local_process_leaves_nothing_behind(place: Place) -> None:
     process = place.start(["sh", "-c", "echo $$; sleep 300"])
-    pid = int(process.receive(10) or b"0")
+    pid = int(process.receive(60) or b"0")
     assert Path(f"/proc/{pid}").exists()
     process.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while state_of(pid) not in ("gone", "Z"):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -132,9 +132,9 @@ def test_a_poll_does_a_bounded_amount_of_work_and_says_what_is_left(tmp_path: Pa
     (tmp_path / "events.jsonl").write_bytes(block * 60)
     reader = RunReader(tmp_path, scale=1.0)
     for poll in range(1, 4):
-        began = time.perf_counter()
+        began = time.process_time()
         state = reader.poll(NOW)
-        assert time.perf_counter() - began < 1.0, "1 MiB takes about 0.05 s on one slow core"
+        assert time.process_time() - began < 1.0, "1 MiB takes about 0.05 s on one slow core"
         assert state.progress is not None
         assert state.total_bytes - state.unread_bytes <= poll * (run_reader.SLICE + 65536)
     assert state.unread_bytes > 5 << 20

@@ -77,7 +77,7 @@ def status_of(run: LaunchedRun) -> dict[str, object]:
     return rundir.read_whole(Path(run.run_dir) / rundir.STATUS) or {}
 
 
-def wait_until(true: Callable[[], object], what: str, timeout: float = 20) -> None:
+def wait_until(true: Callable[[], object], what: str, timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
