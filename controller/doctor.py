@@ -62,7 +62,7 @@ def examine(
         _workspace(answer["workspace"], host),
         *_speed(answer),
         *_memory(answer, host, config),
-        *_paths(answer, host),
+        *_paths(answer, job, host),
         *_clock(answer, received),
         *_ports(answer),
     ]
@@ -285,18 +285,20 @@ def _memory(answer: Mapping[str, Any], host: Host, config: str) -> Iterator[Chec
         )
 
 
-def _paths(answer: Mapping[str, Any], host: Host) -> Iterator[Check]:
+def _paths(answer: Mapping[str, Any], job: Job | None, host: Host) -> Iterator[Check]:
     missing: Level = "failure" if "torch" in answer else "warning"  # a launch leaves it to the trainer
     for name, found in (answer.get("paths") or {}).items():
-        shown = safe_line(name)
-        if found["there"] is None:
+        shown, seen = safe_line(name), safe_line(found["seen"])
+        if found["there"]:
+            yield Check(f"path {shown}", "ok", seen)
+        elif found["there"] is None and job is not None and name == job.target:
             todo = "See that the place has internet, or put the model there and name its folder."
-            yield Check(f"path {shown}", "warning", safe_line(found["seen"]), todo)
-        elif found["there"]:
-            yield Check(f"path {shown}", "ok", safe_line(found["seen"]))
+            yield Check(f"path {shown}", "warning", seen, todo)
         else:
+            if found["there"] is None:  # `data/train` looks like a hub's name; only a target comes from there
+                seen = f"{host.workspace}/{shown} is not there"
             todo = f"Put it there, or correct the job; a relative path starts at {host.workspace}."
-            yield Check(f"path {shown}", missing, safe_line(found["seen"]), todo)
+            yield Check(f"path {shown}", missing, seen, todo)
 
 
 def _clock(answer: Mapping[str, Any], received: float | None) -> Iterator[Check]:

@@ -28,11 +28,12 @@ BUILT_IN = "the built-in places"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _KINDS = ("local", "ssh", "proxmox")
 _EXPECTED = {
-    "missing": "is missing",
+    "missing": f"is missing; expected one of {', '.join(_KINDS)}",  # `kind`, the only key without a default
     "int_type": "expected a whole number",
     "float_type": "expected a number of seconds",
     "string_type": "expected a string in quotes",
     "bool_type": "expected true or false",
+    "string_pattern_mismatch": "expected letters, digits and ._-, the first a letter or digit",
     "literal_error": f"expected one of {', '.join(_KINDS)}",
     "greater_than": "expected more than {gt}",
     "less_than": "expected less than {lt}",
@@ -100,6 +101,10 @@ class Host(BaseModel):
             raise ValueError(f"container: kind {self.kind} has none; did you mean kind proxmox?")
         if self.kind != "local" and self.address == "local":
             raise ValueError(f"address: is missing; kind {self.kind} needs one")
+        user, at, rest = self.address.rpartition("@")
+        if at:
+            apart = f'`address = "{rest}"` and `user = "{user}"`'
+            raise ValueError(f"address: {self.address!r}: write {apart}")
         _, colon, port = self.address.partition(":")
         if colon and port.isdecimal():
             raise ValueError(f"address: {self.address!r}: write the port as `port = {port}`")
@@ -144,8 +149,9 @@ def parse(text: str, source: str) -> Inventory:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InventoryError(f"{source}: is not TOML: {error}") from error
-    for key in table:
-        _known(key, ("default", "places", "env"), _Spot(source, text, (key,)))
+    for key, value in table.items():
+        hint = f"A place is a table [places.{key}]." if isinstance(value, dict) and "kind" in value else ""
+        _known(key, ("default", "places", "env"), _Spot(source, text, (key,)), hint)
     places = table.get("places", {})
     spot = _Spot(source, text, ("places",))
     if not isinstance(places, dict) or not all(isinstance(v, dict) for v in places.values()):
@@ -199,17 +205,27 @@ def choose(
     if found is not None:
         if not changes:
             return found
-        return _host({**found.model_dump(), **changes}, _Spot("the command line", "", ()))
+        return _described({**found.model_dump(), **changes})
+    login, at, address = name.rpartition("@")
     if kind is None and container is None:
         raise InventoryError(
             f"{inventory.source}: has no place called or addressed {name!r};"
-            f" {_nearest(name, inventory.hosts)}",
-            "Add it there, or describe it: --kind ssh, or --kind proxmox --container 200.",
+            f" {_nearest(address, inventory.hosts)}",
+            f"Name the user apart: --host {address} --user {login}"
+            if at
+            else "Add it there, or describe it: --kind ssh, or --kind proxmox --container 200.",
         )
     changes.setdefault("kind", "proxmox")
     label = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("-._") or "host"
-    described = {"name": label, "address": name, "env": inventory.env, **changes}
-    return _host(described, _Spot("the command line", "", ()))
+    return _described({"name": label, "address": name, "env": inventory.env, **changes})
+
+
+def _described(values: dict[str, Any]) -> Host:
+    """The place that the command line describes. Raises UsageError."""
+    try:
+        return _host(values, _Spot("the command line", "", ()))
+    except InventoryError as error:
+        raise UsageError(error.message, error.hint) from error
 
 
 class _Spot(NamedTuple):
@@ -249,9 +265,9 @@ def _nearest(name: str, known: Any) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
 
 
-def _known(key: str, known: Any, spot: _Spot) -> None:
+def _known(key: str, known: Any, spot: _Spot, hint: str = "") -> None:
     if key not in known:
-        raise InventoryError(f"{spot}: unknown key; {_nearest(key, known)}")
+        raise InventoryError(f"{spot}: unknown key; {_nearest(key, known)}", hint)
 
 
 def _env(table: Any, spot: _Spot) -> dict[str, str]:

@@ -130,7 +130,10 @@ def test_the_named_file_comes_before_the_folders_and_that_before_the_configurati
         ("container = 200\n", "", "h:6: places.gpubox.container: is missing"),
         ('kind = "ssh"', 'kind = "shh"', "h:15: places.big.kind = 'shh': expected one of local, ssh,"),
         ('address = "big.example"\n', "", "h:14: places.big.address: is missing"),
+        ('kind = "ssh"\n', "", "h:14: places.big.kind: is missing; expected one of local, ssh, proxmox"),
+        ("[places.big]", '[places."my box"]', "name = 'my box': expected letters, digits and ._-"),
         ('address = "big.example"', 'address = "-oProxyCommand=x"', "h:16: places.big.address: "),
+        ('"big.example"', '"me@big.example"', 'write `address = "big.example"` and `user = "me"`'),
         ('address = "big.example"', 'address = "big.example:22"', "write the port as `port = 22`"),
         (
             "/data/me",
@@ -153,6 +156,12 @@ def test_an_error_names_file_line_key_and_what_was_expected(old: str, new: str, 
     with pytest.raises(InventoryError) as caught:
         parse(FILE.replace(old, new, 1), "h")
     assert text in caught.value.message
+
+
+def test_a_place_without_its_places_is_answered_with_how_it_is_written() -> None:
+    with pytest.raises(InventoryError, match="h:1: gpubox: unknown key") as caught:
+        parse('[gpubox]\nkind = "local"\n', "h")
+    assert caught.value.hint == "A place is a table [places.gpubox]."
 
 
 def test_no_error_shows_a_value_that_may_be_secret() -> None:
@@ -197,6 +206,9 @@ def test_an_unknown_place_is_answered_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "hosts.toml").write_text(FILE)
     with pytest.raises(InventoryError, match=r"hosts\.toml: has no place .*'gpubix'; did you mean gpubox\?"):
         choose("gpubix")
+    with pytest.raises(InventoryError, match="'root@gpubox'; did you mean gpubox") as caught:
+        choose("root@gpubox")
+    assert caught.value.hint == "Name the user apart: --host gpubox --user root"
 
 
 def test_an_address_of_two_places_is_ambiguous(tmp_path: Path) -> None:
@@ -215,8 +227,10 @@ def test_a_place_that_the_file_lacks_is_described_by_options(tmp_path: Path) -> 
     assert choose("fe80::1", kind="ssh").name == "fe80--1"
     with pytest.raises(UsageError, match="--kind lcx: expected one of"):
         choose("10.9.9.9", kind="lcx")
-    with pytest.raises(InventoryError, match=r"the command line: container: is missing"):
+    with pytest.raises(UsageError, match=r"the command line: container: is missing"):
         choose("10.9.9.9", kind="proxmox")
+    with pytest.raises(UsageError, match=r"the command line: port = 70000: expected less than 65536"):
+        choose("big", port=70000)
 
 
 def test_a_command_line_is_what_a_person_can_paste() -> None:
