@@ -49,30 +49,26 @@ def look_at(host: Host) -> Report:
 
 
 class RunActions(App[int]):
-    """The half of the app that acts on runs."""
+    """The half of the app that acts on runs; `RunApp` is the other, and the only one that is made."""
+
+    if TYPE_CHECKING:  # what the other half has
+
+        @property
+        def directory(self) -> Path:
+            """The mirror folder of the run that is shown."""
+
+        @property
+        def state(self) -> RunState:
+            """The run's newest state."""
+
+        def say(self, note: str) -> None:
+            """Say something for some seconds."""
+
+        def look_at_run(self, directory: Path) -> None:
+            """Show another run."""
 
     _asked_checkpoint: int | None = None
     """The newest checkpoint when one was asked for; None: none is awaited."""
-
-    # what the other half has
-
-    @property
-    def directory(self) -> Path:
-        """The mirror folder of the run that is shown."""
-        raise NotImplementedError
-
-    @property
-    def state(self) -> RunState:
-        """The run's newest state."""
-        raise NotImplementedError
-
-    def say(self, note: str) -> None:
-        """Say something for some seconds."""
-        raise NotImplementedError
-
-    def look_at_run(self, directory: Path) -> None:
-        """Show another run."""
-        raise NotImplementedError
 
     def _begin(self, work: str, function: Any) -> None:
         from controller.run_place import RunPlace
