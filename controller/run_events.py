@@ -151,7 +151,7 @@ def _eval(r: Record) -> Line:
     if wrong:
         return Level.BAD, f"{line}, {wrong:,} texts are not the target's own"
     if ties := whole(r, "diverged_allowed"):
-        line += f", {ties:,} texts part from the target's own at a tie"
+        line += f", {ties:,} texts part at ties"
     return Level.GOOD, line
 
 

@@ -197,7 +197,7 @@ class RunApp(RunActions):
         self._taken_at = time.monotonic()
         self._state = state
         self.notice_checkpoint(state)
-        if self._run_screen.is_mounted and self._run_screen.query("#footer"):
+        if self._run_screen.complete:
             self._run_screen.take(state)
             self._run_screen.log_view.rest(state.ended and state.connection == "ended")
         self._ticker.taken()

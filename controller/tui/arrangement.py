@@ -36,9 +36,9 @@ class Arrangement:
     learning: bool
     speed: bool
     flow: bool
-    detail: bool
     tabs: bool
     footer: bool
+    detail_rows: int
     gpu_rows: int
     """1: the summary; more: heading and cells."""
     bucket_rows: int
@@ -60,15 +60,16 @@ def gpus_per_row(columns: int) -> int:
 
 
 def arrange(
-    width: int, height: int, *, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool,
+    width: int, height: int, *, gpus: int, buckets: int, threads: int, detail: int, zoomed: bool,
     crash: int,
 ) -> Arrangement:  # fmt: skip
     """The arrangement for a terminal of `width` x `height` and what there is to show.
 
-    `zoomed` gives the room of the panels to the tab; a crash of `crash` rows takes their place.
+    `detail` is how many rows it takes to say what is wrong; a small terminal has fewer. `zoomed` gives the
+    room of the panels to the tab; a crash of `crash` rows takes their place.
     """
     left = height - 1
-    shown = dict.fromkeys(("tabs", "footer", "learning", "detail", "speed", "flow"), False)
+    shown = dict.fromkeys(("tabs", "footer", "learning", "speed", "flow"), False)
 
     def take(name: str, wanted: bool, reserve: int) -> None:
         nonlocal left
@@ -77,7 +78,8 @@ def arrange(
             shown[name] = True
 
     take("learning", True, 2)
-    take("detail", detail, 2)
+    detail_rows = max(0, min(detail, left - 2, 1 + height // 12))
+    left -= detail_rows
     take("tabs", True, 2)
     take("speed", True, 3)
     take("footer", True, 4)
@@ -108,6 +110,7 @@ def arrange(
     beside = beside and middle >= LEAST_SIDE_ROWS
     return Arrangement(
         **shown,
+        detail_rows=detail_rows,
         gpu_rows=gpu_rows,
         bucket_rows=bucket_rows,
         thread_rows=thread_rows,

@@ -5,8 +5,6 @@ A run that was killed or lost has no traceback; then the log's last lines stand 
 
 from __future__ import annotations
 
-import textwrap
-
 from rich.text import Text
 
 from controller.diagnose import Diagnosis
@@ -15,9 +13,12 @@ from controller.run_records import Crash
 from controller.run_state import RunState
 from controller.text import safe_lines
 from controller.tui import figures
-from controller.tui.lines import line, remote
+from controller.tui.lines import hanging, line, remote
 from controller.tui.palette import BAD, HEADING, KEY, LABEL, PLAIN, VALUE
 from controller.tui.traceback_lines import traceback_lines
+
+MOST_ERROR_ROWS = 4
+"""Of the error above the diagnosis; the traceback ends with all of it."""
 
 
 def has_crash(state: RunState) -> bool:
@@ -27,13 +28,11 @@ def has_crash(state: RunState) -> bool:
 
 
 def crash_lines(state: RunState, width: int) -> list[Text]:
-    """Title, diagnosis, and the traceback of the thread that failed first (or the log's end)."""
+    """Title, diagnosis, how to go on, and the traceback of the first thread that failed, or the log's end."""
     crash = state.first_crash
     rows: list[Text] = []
     if crash is not None:
-        where = " ".join(filter(None, (crash.role, crash.device)))
-        title = line(("✗ ", BAD), remote(crash.thread or "a thread", BAD))
-        title.append_text(remote(f" ({where})" if where else "", PLAIN))
+        title = _who(crash)
         title.append(" failed first", style=BAD)
         if crash.step is not None:
             title.append(f", step {figures.count(crash.step)}", style=PLAIN)
@@ -42,12 +41,13 @@ def crash_lines(state: RunState, width: int) -> list[Text]:
         others = len(state.crashes) - 1
         if others:
             title.append(f"; {others} more after it", style=LABEL)
-        rows.append(title)
-        rows.append(line("  ", remote(crash.error, BAD)))
+        rows += hanging(line(("✗ ", BAD)), title, width)
+        rows += hanging(line("  "), remote(crash.error, BAD), width)[:MOST_ERROR_ROWS]
     else:
         said = state.health.detail or "no thread wrote a traceback"
-        rows.append(line(("✗ ", BAD), remote(f"{state.health.headline}: {said}", BAD)))
+        rows += hanging(line(("✗ ", BAD)), remote(f"{state.health.headline}: {said}", BAD), width)
     rows += _diagnosis(state.diagnosis, width)
+    rows += _going_on(state, width)
     if crash is not None:
         if crash.samples:
             rows.append(line(("samples ", LABEL), remote(crash.samples, PLAIN)))
@@ -58,6 +58,13 @@ def crash_lines(state: RunState, width: int) -> list[Text]:
         rows.append(line(("The log's last lines", HEADING)))
         rows += [line("  ", remote(text, PLAIN)) for text in state.last_words]
     return rows
+
+
+def _who(crash: Crash) -> Text:
+    """`drafter-1 (cuda:7)`; the role as well where the name does not say it."""
+    role = "" if crash.thread.startswith(crash.role) else crash.role
+    where = " ".join(filter(None, (role, crash.device)))
+    return line(remote(crash.thread or "a thread", BAD), remote(f" ({where})" if where else "", PLAIN))
 
 
 def memory_lines(state: RunState, crash: Crash) -> list[Text]:
@@ -90,8 +97,7 @@ def other_crashes(state: RunState, width: int) -> list[Text]:
     """The threads that failed after the first, with their tracebacks."""
     rows: list[Text] = []
     for crash in state.crashes[1:]:
-        where = " ".join(filter(None, (crash.role, crash.device)))
-        title = line(("✗ ", BAD), remote(crash.thread or "a thread", BAD), remote(f" ({where})", PLAIN))
+        title = line(("✗ ", BAD), _who(crash))
         if crash.t is not None and state.first_crash and state.first_crash.t is not None:
             title.append(f" {max(0.0, crash.t - state.first_crash.t):.1f}s later", style=LABEL)
         rows += [line(), title, *traceback_lines(crash.traceback, width)]
@@ -101,13 +107,25 @@ def other_crashes(state: RunState, width: int) -> list[Text]:
 def _diagnosis(diagnosis: Diagnosis | None, width: int) -> list[Text]:
     if diagnosis is None:
         return []
-    rows = []
+    rows: list[Text] = []
     for label, text, style in (
         ("what", diagnosis.what, VALUE),
         ("why ", diagnosis.why, PLAIN),
         ("do  ", diagnosis.do, VALUE),
     ):
-        parts = textwrap.wrap(text, max(20, width - 7)) or [""]
-        rows.append(line((f"{label} ", KEY), (parts[0], style)))
-        rows += [line("     ", (part, style)) for part in parts[1:]]
+        rows += hanging(line((f"{label} ", KEY)), line((text, style)), width)
     return rows
+
+
+def _going_on(state: RunState, width: int) -> list[Text]:
+    """How to go on with the run that died."""
+    if not state.run_id:
+        return []
+    step = state.progress.checkpoint_step if state.progress else None
+    where = (
+        "its newest checkpoint, or from step 0 without one" if step is None
+        else f"the checkpoint of step {figures.count(step)}"
+    )  # fmt: skip
+    name = remote(state.run_id, PLAIN)
+    text = line(("`dflashctl resume ", PLAIN), name, (f"` goes on from {where}", PLAIN))
+    return hanging(line(("then ", KEY)), text, width)

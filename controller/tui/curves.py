@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from controller.health import age_text
 from controller.run_state import RunState
 from controller.series import Point, Series
 from controller.tui import figures
@@ -21,7 +20,7 @@ from controller.tui.acceptance import acceptance_lines, acceptance_values
 from controller.tui.gpu_panel import STALE_S as GPU_STALE_S
 from controller.tui.gpu_panel import gpu_role
 from controller.tui.lines import line
-from controller.tui.overview import is_stale
+from controller.tui.overview import Part, age_mark, fitted, is_stale
 from controller.tui.palette import (
     CURVE_COLOURS,
     FAINT,
@@ -231,59 +230,52 @@ def nearest(points: Sequence[Point], x: float) -> float | None:
 
 def _heading(state: RunState, plot: Plot, width: int, look: Look, chosen: bool) -> Text:
     """The title, the value of each curve (at the cursor, or the newest), and the age of the data."""
-    text = line(("▸" if chosen else "", GOOD), (f"{plot.title} ", HEADING))
+    title = line(("▸" if chosen else "", GOOD), (f"{plot.title} ", HEADING))
+    parts: list[Part] = [(0, "", title)]
     age, stale = state.ages.events, CURVES_STALE_S
     if state.progress is not None and state.progress.phase != "training" and not state.health.word.no_news:
         stale = float("inf")  # nobody makes steps now, and the first line says what is done instead
     if plot.source == "acceptance":
-        text.append_text(acceptance_values(state))
+        parts.append((1, "", acceptance_values(state)))
     elif plot.source:
         age, stale = state.ages.gpu, GPU_STALE_S
         window = time_window(state, look)
         if look.cursor is not None and window is not None:
-            text.append(figures.clock(window.at(look.cursor) - state.clock_difference_s), style=PLAIN)
+            at = figures.clock(state.here(window.at(look.cursor)))
+            parts.append((1, "", line((at, PLAIN))))
     else:
-        text.append_text(_values(state, plot, look))
-    return _with_age(state, text, width, age, stale)
+        parts += _values(state, plot, look)
+    heading = fitted(parts, width, age_mark(state, age, stale))
+    heading.pad_right(max(0, width - heading.cell_len))
+    return heading
 
 
-def _with_age(state: RunState, text: Text, width: int, age: float | None, stale: float) -> Text:
-    if state.ended or age is None:
-        end = line()
-    elif age > stale:
-        end = line((f" ○ stale {age_text(age)}", WARN))
-    else:
-        end = line((f" {age_text(age)}", LABEL))
-    text.truncate(max(0, width - end.cell_len), overflow="ellipsis")
-    text.pad_right(max(0, width - text.cell_len - end.cell_len))
-    text.append_text(end)
-    return text
-
-
-def _values(state: RunState, plot: Plot, look: Look) -> Text:
-    text = line()
+def _values(state: RunState, plot: Plot, look: Look) -> list[Part]:
+    """With little room the last curve's value stays: the average before the raw one, the decoded tau."""
+    if not any(state.curves[name].all_points for name, _ in plot.curves):
+        return [(1, "", line(("being read" if state.unread_bytes else "no values yet", LABEL)))]
+    parts: list[Part] = []
     window = step_window(state, plot, look)
-    for name, label in plot.curves:
+    for number, (name, label) in enumerate(plot.curves):
+        goes = 1 if number == len(plot.curves) - 1 else 3
         one = state.curves[name]
         value = one.last
         if look.cursor is not None and window is not None:
             value = nearest(one.all_points, window.at(look.cursor))
         shown = plot.text(value)
-        text.append(f" {label} {shown}" if label else f" {shown}", style=CURVE_COLOURS[name])
+        parts.append((goes, " ", line((f"{label} {shown}" if label else shown, CURVE_COLOURS[name]))))
         gaps = sum(1 for _, y in one.points if y is None) if name != "loss_ema" else 0
         if gaps:
-            text.append(f" {gaps} gap{'s' * (gaps != 1)} (NaN)", style=WARN)
-    if not any(state.curves[name].all_points for name, _ in plot.curves):
-        return line(("being read" if state.unread_bytes else "no values yet", LABEL))
+            parts.append((2, " ", line((f"{gaps} gap{'s' * (gaps != 1)} (NaN)", WARN))))
     if state.unread_bytes and state.total_bytes:
-        text.append(f" {1 - state.unread_bytes / state.total_bytes:.0%} read", style=WARN)
+        parts.append((4, " ", line((f"{1 - state.unread_bytes / state.total_bytes:.0%} read", WARN))))
     if look.log and not plot.linear:
-        text.append(" log", style=LABEL)
+        parts.append((5, " ", line(("log", LABEL))))
     if plot.falls and look.whole and not look.log and window is not None:
         first = _first_useful(state.curves[plot.curves[-1][0]])
         if first is not None:
-            text.append(f" from step {figures.count(first)}", style=LABEL)
-    return text
+            parts.append((6, " ", line((f"from step {figures.count(first)}", LABEL))))
+    return parts
 
 
 def _seen(state: RunState, plot: Plot, dots: int) -> object:

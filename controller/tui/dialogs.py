@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import ClassVar
 
+from rich.style import Style
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
@@ -14,17 +14,13 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from controller.text import safe_lines
-from controller.tui.lines import Lines, LineView, line, remote
+from controller.tui.lines import Lines, LineView, hanging, line, remote
 from controller.tui.palette import BAD, HEADING, KEY, LABEL, PLAIN, VALUE, WARN
 
 
-def wrapped(text: str, width: int, style: object = PLAIN) -> list[Text]:
+def wrapped(text: str, width: int, style: Style = PLAIN) -> list[Text]:
     """The lines of `text`, cleaned, folded at words to `width` columns."""
-    rows = []
-    for row in safe_lines(text):
-        for part in textwrap.wrap(row, max(20, width)) or [""]:
-            rows.append(line((part, style)))  # type: ignore[arg-type]
-    return rows
+    return [part for row in safe_lines(text) for part in hanging(line(), line((row, style)), width)]
 
 
 class StopQuestion(ModalScreen[bool]):

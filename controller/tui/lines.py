@@ -8,7 +8,10 @@ passed `controller.text` before it becomes a `Text` (`remote`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
+from rich import get_console
+from rich.cells import cell_len, set_cell_size
 from rich.style import Style
 from rich.text import Text
 from textual.geometry import Region, Size
@@ -37,6 +40,31 @@ def line(*parts: str | tuple[str, Style | str] | Text) -> Text:
     return assembled
 
 
+def shortened(text: str, columns: int) -> str:
+    """`text` in at most `columns` cells: its middle is left out, since names differ at their ends."""
+    if cell_len(text) <= columns:
+        return text
+    end = ""
+    for character in reversed(text):
+        if cell_len(character + end) > (columns - 1) // 2:
+            break
+        end = character + end
+    return set_cell_size(text, max(0, columns - 1 - cell_len(end))).rstrip() + "…" + end
+
+
+def hanging(lead: Text, body: Text, width: int) -> list[Text]:
+    """`body` in `width` columns, broken at spaces into as many lines as it needs; `lead` stands before the
+    first, and the others begin below the first's body.
+    """
+    room = max(20, width - lead.cell_len)
+    if body.cell_len <= room:
+        return [line(lead, body)]
+    parts = body.wrap(get_console(), room, overflow="fold", no_wrap=False)
+    for part in parts:
+        part.rstrip()
+    return [line(lead if not n else " " * lead.cell_len, part) for n, part in enumerate(parts)]
+
+
 def heading(title: str, width: int, age_s: float | None, stale_s: float) -> Text:
     """A panel's heading: its title, a rule, and how old its data is; old data is said to be so."""
     if age_s is None:
@@ -50,14 +78,34 @@ def heading(title: str, width: int, age_s: float | None, stale_s: float) -> Text
     return line(start, ("─" * rule, RULE_STYLE), " ", age)
 
 
-def draw(widget: Widget, text: Text | None, left: int = 0) -> Strip:
-    """The strip that shows `text` in a row of `widget`, scrolled `left` columns; None is an empty row."""
-    width, base = widget.scrollable_content_region.width, widget.rich_style
+_BASES: WeakKeyDictionary[Widget, tuple[object, Style]] = WeakKeyDictionary()
+
+
+def base_style(widget: Widget) -> Style:
+    """The widget's own style. Textual asks every widget above for it, each time; here only after the screen
+    has got other colours, as by another theme.
+    """
+    styles = widget.screen.styles
+    key = (styles.background, styles.color)
+    kept = _BASES.get(widget)
+    if kept is None or kept[0] != key:
+        kept = _BASES[widget] = (key, widget.rich_style)
+    return kept[1]
+
+
+def draw(widget: Widget, text: Text | None, left: int = 0, width: int | None = None) -> Strip:
+    """The strip that shows `text` in a row of `widget`, scrolled `left` columns; None is an empty row.
+
+    It has `width` columns, all of the widget's without one; what goes on beyond them is marked with `…`.
+    """
+    base = base_style(widget)
+    if width is None:
+        width = widget.scrollable_content_region.width
     if text is None:
         return Strip.blank(width, base)
-    if not left and text.cell_len > width:
+    if text.cell_len > left + width:
         text = text.copy()
-        text.truncate(width, overflow="ellipsis")
+        text.truncate(left + width, overflow="ellipsis")
     # Rich leaves a Text's own style out where the Text has no spans.
     own = text.style if isinstance(text.style, Style) else Style.parse(text.style)
     strip = Strip(text.render(widget.app.console, end="")).apply_style(base + own)

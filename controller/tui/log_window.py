@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from rich.cells import cell_len
+from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual import events, on
@@ -19,7 +20,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from controller.tui import log_layout
-from controller.tui.lines import draw, line
+from controller.tui.lines import base_style, draw, line
 from controller.tui.log_feed import LogFeed
 from controller.tui.log_page import LogPage
 from controller.tui.log_style import styled
@@ -298,8 +299,7 @@ class LogWindow(Widget, can_focus=True):
         elif not self._page.rows and y == 0:
             said = "no line matches" if self._filter else "the log is empty so far"
             text = line((f"  {said}", LABEL))
-        strip = draw(self, text, self._left).crop(0, self._columns)
-        strip = strip.adjust_cell_length(self._columns, self.rich_style)
+        strip = draw(self, text, self._left, self._columns)
         if style is not None:
             strip = strip.apply_style(style)
         return Strip.join([strip, self._bar(y)])
@@ -307,12 +307,11 @@ class LogWindow(Widget, can_focus=True):
     def _bar(self, y: int) -> Strip:
         """One cell of the bar at the right: where in the whole log the screen stands."""
         rows, end = self._page.rows, self._page.end
-        text = Text(" ", end="")
+        cell, style = " ", Style()
         if self._laid_out and end and not (self._page.at_start and len(rows) <= self.size.height):
             height = self.size.height
             first, last = rows[self._laid_out[0][0]].start, rows[self._laid_out[-1][0]].stop
             length = max(1, round(height * (last - first) / end))
             begin = round((height - length) * min(1.0, first / max(1, end - (last - first))))
-            text = Text("┃" if begin <= y < begin + length else "│", end="")
-            text.stylize(_THUMB if begin <= y < begin + length else RULE_STYLE)
-        return Strip(text.render(self.app.console, end="")).apply_style(self.rich_style)
+            cell, style = ("┃", _THUMB) if begin <= y < begin + length else ("│", RULE_STYLE)
+        return Strip([Segment(cell, base_style(self) + style)], 1)

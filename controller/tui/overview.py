@@ -20,7 +20,7 @@ from controller.run_records import Progress, Record, number, whole
 from controller.run_records import text as remote_text
 from controller.run_state import RunState
 from controller.tui import figures
-from controller.tui.lines import line, remote
+from controller.tui.lines import hanging, line, remote, shortened
 from controller.tui.palette import (
     BAD,
     FAINT,
@@ -35,6 +35,9 @@ from controller.tui.palette import (
 
 PROGRESS_STALE_S = 10.0
 """The trainer writes its progress once a second."""
+
+MOST_DETAIL_ROWS = 3
+"""Of what is wrong and what to do about it: at 80 columns every alarm's advice is whole."""
 
 _WORKERS = ("target", "drafter")
 
@@ -110,28 +113,34 @@ def status_line(state: RunState, width: int) -> Text:
         ended = state.container_age(_end_time(state))
         if ended is not None:
             first.append(f" {figures.span(ended)} ago", style=LABEL)
-    name = remote(state.run_id or "no run id yet", VALUE)
-    where = state.place or state.host
-    parts: list[Part] = [(0, "", first)]
-    if where:
-        parts.append((7, " │ ", remote(where, LABEL)))
-    parts.append((3, " " if where else " │ ", name))
+    name = shortened(remote(state.run_id or "no run id yet").plain, max(20, width // 3))
+    where = shortened(remote(state.place or state.host).plain, max(12, width // 5))
+    parts: list[Part] = [(0, "", first), (3, " │ ", line((name, VALUE)))]
     if state.hosts > 1:
         parts.append((4, " ", line((f"host {state.rank + 1}/{state.hosts}", WARN))))
+    if where:
+        parts.append((7, " ", line((where, LABEL))))
     if state.attempt > 1:
         parts.append((6, " │ ", line(("attempt ", LABEL), (figures.count(state.attempt), VALUE))))
-    progress = state.progress
+    progress, value = state.progress, _value_style(state)
     if progress is not None and progress.step is not None:
-        parts.append((1, " │ ", line(("step ", LABEL), (figures.count(progress.step), VALUE))))
+        parts.append((1, " │ ", line(("step ", LABEL), (figures.count(progress.step), value))))
         if progress.steps:
-            parts.append((5, "", line((f"/{figures.count(progress.steps)}", PLAIN))))
-            parts.append((2, " ", line((f"{progress.step / progress.steps:.0%}", VALUE))))
+            parts.append((5, "", line((f"/{figures.count(progress.steps)}", LABEL))))
+            parts.append((2, " ", line((f"{progress.step / progress.steps:.0%}", value))))
     if progress is not None and not state.ended:
-        if progress.phase and progress.phase != "training":
-            parts.append((2, " │ ", remote(progress.phase.replace("_", " "), WARN)))
-        if progress.eta_s is not None:
-            parts.append((4, " │ ", line(("ETA ", LABEL), (figures.span(progress.eta_s), VALUE))))
+        if progress.phase not in ("", "training"):
+            parts.append((2, " │ ", line((_phase(progress), WARN))))
+        elif progress.eta_s is not None:
+            parts.append((4, " │ ", line(("ETA ", LABEL), (figures.span(progress.eta_s), value))))
     return fitted(parts, width)
+
+
+def _phase(progress: Progress) -> str:
+    """What is done before the first step or after the last, and how far it is where a thread says so."""
+    phase = remote(progress.phase).plain.replace("_", " ")
+    said = (remote(thread.state).plain for thread in progress.threads)
+    return next((state for state in said if state.startswith(f"{phase} ")), phase)
 
 
 def _end_time(state: RunState) -> float | None:
@@ -144,13 +153,13 @@ def _end_time(state: RunState) -> float | None:
 def learning_line(state: RunState, width: int) -> Text:
     """Loss and its average, acceptance length by decoding and by training's estimate, gradient, rate."""
     if state.ended and state.outcome is not None and number(state.outcome, "loss_last") is not None:
-        return _outcome_line(state.outcome)
+        return _outcome_line(state.outcome, width)
     p = state.progress
     if p is None:
         return line((_waiting_for(state), LABEL))
     mark = age_mark(state, state.ages.progress, PROGRESS_STALE_S)
     if p.loss is None and not p.loss_is_nan and p.phase in ("loading", "warming_up"):
-        return fitted([(0, "", _beginning(p))], width, mark)
+        return fitted([(0, "", _beginning(state, p))], width, mark)
     value = _value_style(state)
     beside = FAINT if value is FAINT else PLAIN
     loss = line(("loss ", LABEL))
@@ -176,35 +185,37 @@ def _figure(name: str, shown: str, style: Style) -> Text:
     return line((f"{name} ", LABEL), (shown, style))
 
 
-def _beginning(p: Progress) -> Text:
-    """What the threads are at before the first step: `loading 6 · waiting for features 2`."""
-    text = line((f"{p.phase.replace('_', ' ')}: ", WARN))
+def _beginning(state: RunState, p: Progress) -> Text:
+    """What the threads are at before the first step: `loading since 27s: 6 × loading, 2 × waiting`."""
+    text = line((_phase(p), WARN))
+    begun = state.container_age(state.attempts[-1].begun) if state.attempts else None
+    text.append(": " if begun is None else f" since {figures.span(begun)}: ", style=LABEL)
     found = Counter(remote(thread.state).plain for thread in p.threads if thread.role in _WORKERS)
     shown = [f"{count} × {state}" for state, count in found.most_common(4)]
     text.append(", ".join(shown) if shown else "no thread has begun", style=PLAIN)
     return text
 
 
-def _outcome_line(outcome: Record) -> Text:
+def _outcome_line(outcome: Record, width: int) -> Text:
     """What the whole run achieved, by its own last word."""
-    text = line()
-    for name, first, last, places in (
-        ("loss", "loss_first", "loss_last", 3),
-        ("  tau", "tau_before", "tau_after", 2),
+    parts: list[Part] = []
+    for goes, name, first, last, places in (
+        (0, "loss", "loss_first", "loss_last", 3),
+        (1, "tau", "tau_before", "tau_after", 2),
     ):
-        text.append(f"{name} ", style=LABEL)
-        text.append(f"{figures.decimal(number(outcome, first), places)} → ", style=LABEL)
+        text = line((f"{name} {figures.decimal(number(outcome, first), places)} → ", LABEL))
         text.append(figures.decimal(number(outcome, last), places), style=VALUE)
-    text.append("  in ", style=LABEL)
-    text.append(figures.span(number(outcome, "seconds")), style=VALUE)
+        parts.append((goes, "  ", text))
+    spent = figures.span(number(outcome, "seconds"))
+    parts.append((3, "  ", line(("in ", LABEL), (spent, VALUE))))
     best = number(outcome, "best_tau")
     if best is not None:
         step = figures.count(whole(outcome, "best_step"))
-        text.append(f"  best {figures.decimal(best, 2)} @{step}", style=LABEL)
+        parts.append((2, "  ", line((f"best {figures.decimal(best, 2)} @{step}", LABEL))))
     checkpoint = remote_text(outcome, "checkpoint")
     if checkpoint:
-        text.append_text(line(("  ", LABEL), remote(checkpoint, LABEL)))
-    return text
+        parts.append((4, "  ", remote(checkpoint, LABEL)))
+    return fitted(parts, width)
 
 
 def _waiting_for(state: RunState) -> str:
@@ -247,21 +258,36 @@ def speed_line(state: RunState, width: int) -> Text:
     return fitted(parts, width)
 
 
-def detail_line(state: RunState, width: int) -> Text | None:
-    """Why the state is what it is, or the worst alarm of a run that goes on; None: nothing to say."""
+def detail_lines(state: RunState, width: int, rows: int = MOST_DETAIL_ROWS) -> list[Text]:
+    """Why the state is what it is, or the alarms of a run that goes on and what to do about the worst.
+
+    At most `rows` lines, the last of them marked when there is more to say; none: there is nothing to say.
+    """
     health = state.health
     found = alarms(state)
+    lead, style = line(("  ", PLAIN)), LABEL
     if found and not (state.ended or health.word.no_news):
-        return line(("! ", WARN), (f"{found[0].what} {found[0].do}", WARN))
-    if not health.detail:
-        return None
-    if health.word.no_news:
-        return line(("  ", PLAIN), remote(health.detail, WARN))
-    if health.word in DEAD_WORDS:
-        return line(("  ", PLAIN), remote(health.detail, BAD))
-    if health.word in (Word.STALLED, Word.ENDING, Word.STOPPING, Word.STOPPED):
-        return line(("  ", PLAIN), remote(health.detail, LABEL))
-    return None
+        worst, *others = found
+        also = " Also: " + " ".join(one.what for one in others) if others else ""
+        lead, style, said = line(("! ", WARN)), WARN, f"{worst.what} {worst.do}{also}"
+    elif not health.detail:
+        return []
+    elif health.word.no_news:
+        style, said = WARN, health.detail
+    elif health.word in DEAD_WORDS:
+        style, said = BAD, health.detail
+    elif health.word is Word.STALLED:
+        known = state.progress is not None and state.progress.threads
+        style, said = WARN, f"{health.detail}{': 3 shows where each thread was' if known else ''}"
+    elif health.word in (Word.ENDING, Word.STOPPING, Word.STOPPED):
+        said = health.detail
+    else:
+        return []
+    lines = hanging(lead, remote(said, style), width)
+    if len(lines) > rows > 0:
+        lines[rows - 1].append(" …", style=style)
+        lines[rows - 1].truncate(width, overflow="ellipsis")
+    return lines[:rows]
 
 
 def flow_line(state: RunState, width: int) -> Text:

@@ -6,6 +6,7 @@ is not drawn.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,7 @@ from controller.tui.gpu_panel import gpu_lines, gpu_summary
 from controller.tui.lines import Lines, LineView, line, remote
 from controller.tui.log_view import LogView
 from controller.tui.overview import (
-    detail_line,
+    detail_lines,
     fitted,
     flow_line,
     learning_line,
@@ -71,7 +72,7 @@ class RunScreen(Screen[None]):
 
     def __init__(self, keys: Sequence[tuple[str, str]]) -> None:
         super().__init__()
-        self._keys = keys
+        self._keys = tuple(keys)
         self._state = RunState()
         self._trouble = ""
         self._zoomed = False
@@ -114,6 +115,11 @@ class RunScreen(Screen[None]):
         self.call_after_refresh(self.draw)
 
     # what is shown
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its parts are there: they come after it, and at the end they go before it."""
+        return any(child.id == "footer" for child in self.children)
 
     @property
     def log_view(self) -> LogView:
@@ -233,29 +239,26 @@ class RunScreen(Screen[None]):
 
     def draw(self) -> None:
         """Make every visible part show the state."""
-        if not self.is_mounted or not self.query("#footer"):
+        if not self.complete:
             return
         state, width = self._state, self.size.width
-        self._arrange()
+        arrangement = self._arrange()
         self._lines("status", [self._status_line(width)])
-        detail = None if self._crash_shown else detail_line(state, width)
-        self._lines("detail", [detail] if detail else [])
+        self._lines("detail", detail_lines(state, width, arrangement.detail_rows))
         self._lines("learning", [learning_line(state, width)])
         self._lines("speed", [speed_line(state, width)])
         self._lines("tabs", [self._tab_line(width)])
         self._lines("footer", [self._footer_line()])
-        self._draw_panels()
+        self._draw_panels(arrangement)
         if self.tab == "threads":
             self._view("threads").set_lines(thread_tab_lines(state, width - 1))
         elif self.tab == "events":
-            self._view("events").set_lines(event_lines(state, width))
+            self._view("events").set_lines(event_lines(state, width - 1))
         elif self.tab == "curves":
             self.curves_view.show(state)
 
-    def _draw_panels(self) -> None:
-        state, arrangement = self._state, self._arrangement
-        assert arrangement is not None
-        columns = arrangement.panel_columns
+    def _draw_panels(self, arrangement: Arrangement) -> None:
+        state, columns = self._state, arrangement.panel_columns
         if arrangement.crash_rows:
             self._view("crash").set_lines(crash_lines(state, self.size.width - 4))
         if arrangement.gpu_rows == 1:
@@ -283,8 +286,8 @@ class RunScreen(Screen[None]):
         hidden = self._crash_hidden or self._zoomed or self.tab == "threads"  # which has it
         return has_crash(self._state) and not hidden
 
-    def _arrange(self) -> None:
-        """Give rows to widgets; only when the arrangement has changed."""
+    def _arrange(self) -> Arrangement:
+        """Give rows to widgets, where the arrangement has changed."""
         state, size, crash = self._state, self.size, self._crash_shown
         progress = state.progress
         arrangement = arrange(
@@ -293,7 +296,7 @@ class RunScreen(Screen[None]):
             gpus=len(state.gpus),
             buckets=len(progress.buckets) if progress else 0,
             threads=len(progress.threads) if progress else 0,
-            detail=not crash and detail_line(state, size.width) is not None,
+            detail=0 if crash else len(detail_lines(state, size.width)),
             zoomed=self._zoomed
             or self.tab == "curves"
             or (self.tab == "threads" and has_crash(state))
@@ -301,14 +304,15 @@ class RunScreen(Screen[None]):
             crash=len(crash_lines(state, size.width - 4)) if crash else 0,
         )
         if arrangement == self._arrangement:
-            return
+            return arrangement
         self._arrangement = arrangement
-        for name in ("learning", "speed", "detail", "tabs", "footer", "flow"):
+        for name in ("learning", "speed", "tabs", "footer", "flow"):
             self.query_one(f"#{name}").display = getattr(arrangement, name)
         for name, rows in (
-            ("crash", arrangement.crash_rows), ("gpus", arrangement.gpu_rows),
-            ("buckets", arrangement.bucket_rows), ("middle-threads", arrangement.thread_rows),
-            ("middle", arrangement.middle_rows), ("side", arrangement.curves_columns),
+            ("detail", arrangement.detail_rows), ("crash", arrangement.crash_rows),
+            ("gpus", arrangement.gpu_rows), ("buckets", arrangement.bucket_rows),
+            ("middle-threads", arrangement.thread_rows), ("middle", arrangement.middle_rows),
+            ("side", arrangement.curves_columns),
         ):  # fmt: skip
             self.query_one(f"#{name}").display = rows > 0
         self.query_one("#crash").styles.height = arrangement.crash_rows
@@ -316,6 +320,7 @@ class RunScreen(Screen[None]):
         self.query_one("#side").styles.width = arrangement.curves_columns
         self.query_one("#panels").styles.width = arrangement.panel_columns
         self.call_after_refresh(self.draw)
+        return arrangement
 
     def _status_line(self, width: int) -> Text:
         if self._trouble:
@@ -346,15 +351,23 @@ class RunScreen(Screen[None]):
     def _footer_line(self) -> Text:
         if self._noted:
             return line((f" {self._note}", WARN))
-        keys = [("x", "crash"), *self._keys] if has_crash(self._state) else [*self._keys]
-        if self.tab == "log":
-            keys[-2:-2] = LOG_KEYS
-        parts = [
-            (
-                0 if key in ("?", "q") else place + 100 * ((key, word) in LOG_KEYS),
-                " ",
-                line((f" {key}", KEY), (f" {word}", LABEL)),
-            )
-            for place, (key, word) in enumerate(keys, 1)
-        ]
-        return fitted(parts, self.size.width)
+        died, ended = has_crash(self._state), self._state.ended
+        return key_line(self._keys, self.tab, self.size.width, died=died, ended=ended)
+
+
+@functools.lru_cache(maxsize=8)
+def key_line(keys: tuple[tuple[str, str], ...], tab: str, width: int, *, died: bool, ended: bool) -> Text:
+    """The keys that do something now; with little room those of the log go first, and `? q` never."""
+    shown = [("x", "crash")] if died else []
+    shown += [key for key in keys if not (ended and key[0] == "S")]
+    if tab == "log":
+        shown[-2:-2] = LOG_KEYS
+    parts = [
+        (
+            0 if key[0] in ("?", "q") else place + 100 * (key in LOG_KEYS),
+            " ",
+            line((f" {key[0]}", KEY), (f" {key[1]}", LABEL)),
+        )
+        for place, key in enumerate(shown, 1)
+    ]
+    return fitted(parts, width)

@@ -64,7 +64,7 @@ def test_each_event_is_one_line_that_says_what_happened(
     ("diverged", "allowed", "level", "end"),
     [
         (0, 0, Level.GOOD, "in 31.0s"),
-        (60, 60, Level.GOOD, "in 31.0s, 60 texts part from the target's own at a tie"),
+        (60, 60, Level.GOOD, "in 31.0s, 60 texts part at ties"),
         (60, 57, Level.BAD, "in 31.0s, 3 texts are not the target's own"),
     ],
 )

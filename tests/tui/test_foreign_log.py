@@ -59,7 +59,7 @@ async def test_its_buckets_gpus_roles_steps_and_tail_are_shown_under_its_own_nam
         shown = screen_text(pilot)
         assert shown.startswith(" ● LIVE 1.2s")
         for part in (
-            "gpu1/200 /workspace/train.log", "step 80", "loss 2.", "[  770, 1216)", "10.2%", "0 T ", "7 D ",
+            "/workspace/train.log gpu1/200", "step 80", "loss 2.", "[  770, 1216)", "10.2%", "0 T ", "7 D ",
             "8 × H200", "step     80  loss",
         ):  # fmt: skip
             assert part in shown, part

@@ -86,9 +86,9 @@ async def test_the_threads_tab_of_a_dead_run_has_the_failed_first_and_their_trac
         await pilot.pause()
         shown = screen_text(pilot)
         order = [
-            "✗ drafter-1", "✗ drafter-0", "· reader", "drafter-1 (drafter cuda:7) failed first", "what CUDA",
+            "✗ drafter-1", "✗ drafter-0", "· reader", "drafter-1 (cuda:7) failed first", "what CUDA",
             '▸ File "remote_payload/train/pipeline.py", line 188', "AssertionError", "Memory of cuda:7",
-            "The log's last lines", "drafter-0 (drafter cuda:6) 1.0s later", "BrokenBarrierError",
+            "The log's last lines", "drafter-0 (cuda:6) 1.0s later", "BrokenBarrierError",
         ]  # fmt: skip
         place = 0
         for text in order:

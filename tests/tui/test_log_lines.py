@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from controller.log_spans import Row
 from controller.text import newest_state
 from controller.tui.ansi import coloured
+from controller.tui.lines import hanging, line, shortened
 from controller.tui.log_layout import Layout, index_of, pieces
 from controller.tui.log_prefix import prefix_of
 from controller.tui.log_style import styled
@@ -52,6 +53,26 @@ def test_the_pieces_of_a_wrapped_line_are_the_line_and_fit(line: str, columns: i
     assert all(cell_len(text[a:b]) <= columns for a, b in parts)
 
 
+@given(st.text("ab宽🙂é-", max_size=60), st.integers(3, 40))
+def test_a_shortened_name_fits_and_keeps_its_ends(name: str, columns: int) -> None:
+    short = shortened(name, columns)
+    assert cell_len(short) <= columns
+    if cell_len(name) <= columns:
+        assert short == name
+    else:
+        start, end = short.split("…")
+        assert name.startswith(start)
+        assert name.endswith(end)
+
+
+@given(st.text("ab宽🙂é ", max_size=200), st.integers(24, 60))
+def test_folded_text_fits_and_loses_no_word(text: str, width: int) -> None:
+    rows = [row.plain for row in hanging(line("! "), line(text), width)]
+    assert all(cell_len(row) <= width for row in rows)
+    assert "".join(row[2:] for row in rows).replace(" ", "") == text.replace(" ", "")
+    assert [row[:2] for row in rows] == ["! ", *["  "] * (len(rows) - 1)]
+
+
 @given(st.lists(LINES, min_size=1, max_size=8), st.integers(2, 20) | st.none(), st.integers(1, 12), st.data())
 def test_moving_down_and_up_again_comes_back_and_rows_follow_one_another(
     lines: list[str], columns: int | None, height: int, draws: st.DataObject
@@ -82,10 +103,10 @@ def test_any_traceback_is_shown_whole(text: str, width: int) -> None:
 
 
 def test_a_prefix_is_found_where_loggers_put_it_and_nowhere_else() -> None:
-    for line, name in (
+    for text, name in (
         ("[rank0]: boom", "rank0"), ("[rank12]:[W930 12:00:00.1] x", "rank12"), ("[default1]: x", "default1"),
         ("12:00:01 drafter-1: x", "drafter-1"), ("2026-11-30 00:51:07,123 [rank0]: x", "rank0"),
         ("Target 3 on cuda:3...", "target-3"), ("the rank 0 said", ""), ("ranking is", ""),
         ("targets: 3", ""), ("step 12", ""),
     ):  # fmt: skip
-        assert prefix_of(line) == name, line
+        assert prefix_of(text) == name, text

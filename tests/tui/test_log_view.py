@@ -215,6 +215,19 @@ async def test_w_wraps_long_lines_and_every_character_is_on_the_screen(open_run:
         assert "END" in await press(pilot, "right")
 
 
+async def test_a_line_that_goes_on_beyond_the_screen_is_marked_wherever_it_is_scrolled_to(
+    open_run: Open,
+) -> None:
+    async with open_run(run_with(["".join(chr(97 + n % 26) for n in range(100))])) as pilot:
+        (row,) = (row for row in screen_text(pilot).split("\n") if row.startswith("abc"))
+        assert row[76:79] == "yz…"
+        (row,) = (row for row in (await press(pilot, "right")).split("\n") if row.startswith("ijk"))
+        assert row[76:79] == "gh…"
+        shown = await press(pilot, "right", "right")
+        (row,) = (row for row in shown.split("\n") if row.startswith("vwx"))
+        assert "…" not in row
+
+
 async def test_v_selects_lines_y_copies_them_and_says_so(open_run: Open) -> None:
     async with open_run(numbered(500)) as pilot:
         shown = await press(pilot, "v", "up", "up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.diagnose import RECOMPILING, TAU_GAP
 from controller.run_reader import RunReader
 from controller.run_state import RunState
 from controller.tui.app import RunApp
@@ -19,6 +21,14 @@ from controller.tui.overview import learning_line, status_line
 from controller.tui.palette import OKABE_ITO
 from tests.tui import golden
 from tests.tui.conftest import Open, app_of, screen_text
+
+
+def reduced(run: golden.Run) -> RunState:
+    with tempfile.TemporaryDirectory() as folder:
+        return RunReader(run.write(Path(folder)), scale=1.0).poll(golden.NOW)
+
+
+LONG_NAMES = reduced(golden.Run(step=12_345))
 
 SNAPSHOTS = [
     ("healthy", (60, 20)), ("healthy", (80, 24)), ("healthy", (160, 48)), ("dead_thread", (80, 24)),
@@ -147,14 +157,14 @@ async def test_no_terminal_is_too_small_or_too_large(name: str, open_run: Open) 
 
 @given(
     st.integers(1, 400), st.integers(1, 120), st.integers(0, 16), st.integers(0, 12), st.integers(0, 24),
-    st.booleans(), st.booleans(), st.integers(0, 60),
+    st.integers(0, 3), st.booleans(), st.integers(0, 60),
 )  # fmt: skip
 def test_every_size_has_an_arrangement_that_fits_and_leaves_a_log(
-    width: int, height: int, gpus: int, buckets: int, threads: int, detail: bool, zoomed: bool, crash: int
+    width: int, height: int, gpus: int, buckets: int, threads: int, detail: int, zoomed: bool, crash: int
 ) -> None:
     one = arrange(width, height, gpus=gpus, buckets=buckets, threads=threads, detail=detail,
                   zoomed=zoomed, crash=crash)  # fmt: skip
-    lines = 1 + one.learning + one.speed + one.detail + one.tabs + one.footer
+    lines = 1 + one.learning + one.speed + one.detail_rows + one.tabs + one.footer
     taken = lines + one.middle_rows + one.crash_rows
     assert taken <= height
     assert height < 3 or height - taken >= 1, "a row of the log stays"
@@ -163,7 +173,7 @@ def test_every_size_has_an_arrangement_that_fits_and_leaves_a_log(
 
 def test_a_bigger_terminal_never_shows_less() -> None:
     def shown(height: int) -> list[int]:
-        one = arrange(80, height, gpus=8, buckets=6, threads=10, detail=False, zoomed=False, crash=0)
+        one = arrange(80, height, gpus=8, buckets=6, threads=10, detail=0, zoomed=False, crash=0)
         return [one.learning, one.tabs, one.speed, one.footer, one.gpu_rows, one.flow, one.bucket_rows]
 
     for height in range(1, 60):
@@ -197,6 +207,62 @@ async def test_the_traceback_of_the_first_failed_thread_stands_under_its_diagnos
         for text in order[1:]:
             places.append(shown.index(text, places[-1]))
         assert "BrokenBarrierError" not in shown
+
+
+@pytest.mark.parametrize("name", ["lost", "killed", "dead_thread"])
+async def test_a_run_that_died_says_how_to_go_on_from_which_step(name: str, open_run: Open) -> None:
+    async with open_run(name) as pilot:
+        shown = screen_text(pilot)
+        assert "then `dflashctl resume 1129-a7f3` goes on from the checkpoint of step 12,000" in shown
+        assert "S stop" not in shown, "there is nothing to stop"
+
+
+async def test_an_alarm_is_shown_with_all_of_its_advice_and_the_others_below_it(open_run: Open) -> None:
+    run = golden.healthy()
+    assert run.progress is not None
+    run.progress |= {"alarm": {"reason": "leak_or_misalignment"}, "recompiles": 2}
+    said = f"! {TAU_GAP.what} {TAU_GAP.do} Also: {RECOMPILING.what}"
+    async with open_run(run) as pilot:
+        rows = screen_text(pilot).split("\n")[1:4]
+        assert " ".join(row.strip() for row in rows) == said
+    async with open_run(run, (60, 20)) as pilot:
+        *rows, learning = screen_text(pilot).split("\n")[1:4]
+        assert said.startswith(" ".join(row.strip() for row in rows).removesuffix(" …"))
+        assert rows[-1].endswith(" …")
+        assert learning.startswith("loss ")
+
+
+async def test_a_stalled_run_says_where_to_look(open_run: Open) -> None:
+    async with open_run("stalled") as pilot:
+        assert "no progress for 75 s: 3 shows where each thread was" in screen_text(pilot)
+
+
+def test_an_evaluation_after_the_last_step_says_how_far_it_is_in_the_place_of_an_eta() -> None:
+    run = golden.healthy()
+    assert run.progress is not None
+    run.progress |= {"phase": "evaluating", "eta_s": 0.0}
+    run.progress["threads"].append(
+        golden._thread("evaluator", "evaluator", "cuda:6", "evaluating 12/64", 12_345, None)
+    )
+    text = status_line(reduced(run), 100).plain
+    assert text.endswith("│ evaluating 12/64")
+    assert "ETA" not in text
+
+
+def test_what_is_loaded_says_since_when() -> None:
+    run = golden.first_minute()
+    run.supervisor.insert(0, {"kind": "start", "pid": 700, "t": golden.NOW + golden.AHEAD - 27})
+    assert learning_line(reduced(run), 80).plain.startswith("loading since 27s: 6 × loading, 2 × waiting")
+
+
+@given(st.integers(1, 100), st.integers(60, 200))
+def test_a_name_of_any_length_is_on_the_first_line_and_keeps_its_ends(length: int, width: int) -> None:
+    state = dataclasses.replace(LONG_NAMES, run_id=f"1130{'-long' * length}-a7f3")
+    text = status_line(state, width)
+    assert text.cell_len <= width
+    assert "1130-" in text.plain
+    assert "-a7f3" in text.plain
+    assert "step 12,345" in text.plain
 
 
 async def test_a_machine_without_gpus_says_so_and_why(open_run: Open) -> None:
@@ -355,11 +421,6 @@ async def test_the_lines_of_a_stale_run_say_so_at_every_width() -> None:
         text = learning_line(state, width)
         assert text.plain.endswith("○ stale 41s")
         assert text.cell_len <= width
-
-
-def reduced(run: golden.Run) -> RunState:
-    with tempfile.TemporaryDirectory() as folder:
-        return RunReader(run.write(Path(folder)), scale=1.0).poll(golden.NOW)
 
 
 async def test_the_states_use_the_colours_of_okabe_and_ito(open_run: Open) -> None:
