@@ -44,7 +44,7 @@ def checkpoint(
     ] = 300.0,
     as_json: JsonOption = False,
 ) -> int:
-    """Have a run write a checkpoint now, wait for it, and print where it lies.
+    """Have a run write a checkpoint now, and print where it lies.
 
     \b
     dflashctl checkpoint
@@ -69,9 +69,9 @@ def resume(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log to the run's end.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Go on with a run that ended: the same job, from its newest checkpoint.
+    """Go on with a run that ended, from its newest checkpoint.
 
-    The run keeps its directory and its id; it becomes its next attempt. --set may make it train
+    The run keeps its job, its directory and its id; it becomes its next attempt. --set may make it train
     longer or evaluate otherwise, but not learn otherwise.
 
     \b

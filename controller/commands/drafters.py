@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from controller.commands.options import (
     JsonOption,
     PlaceOptions,
     Run,
+    check_device,
     say,
     show_upload,
     with_place_options,
@@ -55,11 +55,11 @@ def export(
     ] = "cpu",
     as_json: JsonOption = False,
 ) -> int:
-    """Write a run's drafter as SGLang, vLLM and z-lab's reader load it, and bring it here.
+    """Write a run's drafter for SGLang and vLLM, and bring it here.
 
-    It is written where the run is, complete or not at all, and read back before it is called done: its
-    logits equal the checkpoint's. A model card has data, recipe, tau and how to serve it. The run may go on
-    training meanwhile.
+    The layout is that of the released DFlash drafters. It is written where the run is, complete or not at
+    all, and read back before it is called done: its logits equal the checkpoint's. A model card has data,
+    recipe, tau and how to serve it. The run may go on training meanwhile.
 
     \b
     dflashctl export
@@ -143,10 +143,10 @@ def evaluate(
     where: PlaceOptions,
     as_json: JsonOption = False,
 ) -> int:
-    """Measure a drafter: tau by real speculative decoding, and the speed-up over plain decoding.
+    """Measure a drafter: tau by real decoding, and the speed-up.
 
-    A RUN is evaluated where it is, a DIR on this machine or on --host. Both ways of decoding are measured on
-    the same prompts in the same process, and their texts are compared.
+    A RUN is evaluated where it is, a DIR on this machine or on --host. Speculative and plain decoding are
+    measured on the same prompts in the same process, and their texts are compared.
 
     \b
     dflashctl evaluate demo-1130
@@ -191,8 +191,7 @@ def _check(dtype: str | None, device: str) -> None:
     """Refuse what the tools would refuse, before anybody is asked. Raises UsageError."""
     if dtype not in (None, *DTYPES):
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    if not re.fullmatch(r"auto|cpu|cuda:\d+", device):
-        raise UsageError(f"--device {device}: expected auto, cpu or cuda:N")
+    check_device(device)
 
 
 def _this_machine() -> Host:

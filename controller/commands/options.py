@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -109,6 +110,12 @@ def with_place_options(command: Callable[..., int]) -> Callable[..., int]:
         parameters += _SPELLED if own.name == "where" else [own.replace(kind=_KEYWORD)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+def check_device(device: str) -> None:
+    """Refuse a --device that no tool knows, before anybody is asked. Raises UsageError."""
+    if not re.fullmatch(r"auto|cpu|cuda:\d+", device):
+        raise UsageError(f"--device {device}: expected auto, cpu or cuda:N")
 
 
 def show_upload(sent: int, total: int) -> None:

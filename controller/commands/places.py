@@ -15,6 +15,7 @@ from controller.commands.options import (
     HostOption,
     JsonOption,
     PlaceOptions,
+    check_device,
     say,
     show_upload,
     with_place_options,
@@ -27,15 +28,16 @@ REST = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 @with_place_options
 def exec_(
-    argv: Annotated[list[str], typer.Argument(metavar="ARGV...", help="The command, after `--`.")],
+    argv: Annotated[list[str], typer.Argument(metavar="ARGV", help="The command, after `--`.")],
     host: HostOption = None,
     *,
     where: PlaceOptions,
 ) -> int:
-    """Run a command in a place: in its workspace, with the venv's programs first.
+    """Run a command in a place.
 
-    Standard input, output and errors are passed on byte for byte; no shell and no terminal on the way.
-    Ctrl-C ends the command there. The exit code is the command's; an `error:` line says when it is ours.
+    It runs in the workspace, and finds the venv's programs first. Standard input, output and errors are
+    passed on byte for byte; no shell and no terminal on the way. Ctrl-C ends the command there. The exit code
+    is the command's; an `error:` line says when it is ours.
 
     \b
     dflashctl exec --host gpubox -- nvidia-smi
@@ -52,14 +54,15 @@ def exec_(
 @with_place_options
 def python(
     program: Annotated[str, typer.Argument(metavar="FILE|-", help="A program here, or - for stdin.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
     host: HostOption = None,
     *,
     where: PlaceOptions,
 ) -> int:
-    """Run a Python program of this machine in a place's venv, with the place's variables.
+    """Run a Python program of this machine in a place's venv.
 
-    It runs in the workspace; with FILE its stdin is ours. Ctrl-C ends it there. The exit code is its own.
+    It runs in the workspace, with the place's variables; with FILE its stdin is ours. Ctrl-C ends it there.
+    The exit code is its own.
 
     \b
     dflashctl python --host gpubox check.py --deep
@@ -144,11 +147,11 @@ def probe(
     *,
     where: PlaceOptions,
 ) -> int:
-    """Try every way of running a training step in a place, and say which work there and how fast.
+    """Try every way of running a training step in a place.
 
-    CUDA graphs by hand, compiled, eager, inductor's own graphs with trees and without, in worker threads and
-    in the main one: each in a process of its own in the place's venv, with a small draft model. Minutes on a
-    GPU. With --json one object a mode.
+    Says which of them work there, and how fast: CUDA graphs by hand, compiled, eager, inductor's own graphs
+    with trees and without, in worker threads and in the main one. Each has a process of its own in the
+    place's venv, and a small draft model. Minutes on a GPU. With --json one object a mode.
 
     \b
     dflashctl probe --host gpubox
@@ -159,6 +162,7 @@ def probe(
     from controller.probe_table import HEADER, line
     from controller.ship import pack, start
 
+    check_device(device)
     chosen = where.chosen(host)
     worked = False
     refusal: str | None = None
@@ -196,11 +200,12 @@ def doctor(
     *,
     where: PlaceOptions,
 ) -> int:
-    """Look whether a place can train: connection, container, venv, GPUs, disk, memory, clock.
+    """Look whether a place can train, and say what to mend.
 
-    One line each: ok, warning or failure, what was seen, what to do. The exit code is 0 without a failure,
-    the code of what is in the way (66 to 70), or 71 for what a launch would refuse. With several --host also
-    whether they can reach each other. --json: one object a host, and one for what is between them.
+    Connection, container, venv, GPUs, disk, memory, clock: one line each, ok, warning or failure, what was
+    seen, what to do. The exit code is 0 without a failure, else that of what is in the way (66 to 72). With
+    several --host also whether they can reach each other. --json: one object a host, and one for what is
+    between them.
 
     \b
     dflashctl doctor --host gpubox --job qwen3.toml
@@ -240,10 +245,11 @@ def setup(
     *,
     where: PlaceOptions,
 ) -> int:
-    """Make or mend a place's virtual environment, by uv where it is installed and pip elsewhere.
+    """Make or mend a place's virtual environment.
 
-    A venv that a running job uses is left alone; a setup that broke off is mended by the next. hosts.toml
-    may have `base_python`, `index` and, for a place without internet, `wheels`: a folder of wheels there.
+    By uv where it is installed, else by pip. A venv that a running job uses is left alone; a setup that broke
+    off is mended by the next. hosts.toml may have `base_python`, `index` and, for a place without internet,
+    `wheels`: a folder of wheels there.
 
     \b
     dflashctl setup --host gpubox
@@ -276,10 +282,10 @@ def prune(
     *,
     where: PlaceOptions,
 ) -> int:
-    """Remove old runs, payloads and included files from a place; lists them, and asks first.
+    """Remove old runs and payloads from a place; asks first.
 
-    Never a run that lives, nor the payload of a run that stays, or of a log that this machine follows.
-    Copies on this machine stay.
+    Lists what it would remove, included files too. Never a run that lives, nor the payload of a run that
+    stays, or of a log that this machine follows. Copies on this machine stay.
 
     \b
     dflashctl prune --host gpubox --dry-run

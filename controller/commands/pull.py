@@ -34,9 +34,10 @@ def pull(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Bring files of a run here, each verified; a transfer that broke off goes on where it was.
+    """Bring files of a run here, each of them verified.
 
-    Prints the path of every file. Without WHAT, lists what there is.
+    A transfer that broke off goes on where it was. Prints the path of every file. Without WHAT, lists what
+    there is.
 
     \b
     dflashctl pull demo-1130

@@ -17,10 +17,10 @@ def report(
         typer.Option("--out", "-o", metavar="FILE", help="Where to write it. RUN.html here if not given."),
     ] = None,
 ) -> int:
-    """Write a run's curves, tables, configuration, crash and log as one HTML page.
+    """Write all about a run as one HTML page.
 
-    The page needs no network and no other file. Nothing is removed from it: hosts, paths and the log are
-    in it as they are.
+    Its curves, tables, configuration, crash and the end of its log. The page needs no network and no other
+    file. Nothing is removed from it: hosts, paths and the log are in it as they are.
 
     \b
     dflashctl report

@@ -137,10 +137,10 @@ def watch(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Print what happens to a run, a line each, until it has ended; needs no terminal.
+    """Print what happens to a run, a line each, to its end.
 
-    The exit code is the run's. --notify takes the place of the command in the user's notify.toml; the
-    command finds DFLASHCTL_RUN, _STATE, _REASON, _TAU and others in its environment.
+    Needs no terminal. The exit code is the run's. --notify takes the place of the command in the user's
+    notify.toml; the command finds DFLASHCTL_RUN, _STATE, _REASON, _TAU and others in its environment.
 
     \b
     dflashctl watch

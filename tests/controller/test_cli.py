@@ -51,6 +51,7 @@ def test_help_names_every_command_and_starts_without_heavy_imports(env: dict[str
     assert {"launch", "logs", "status", "stop", "tui", "runs", "resume", "pull", "watch"} <= set(COMMANDS)
     for name in COMMANDS:
         assert f"  {name} " in done.stdout
+    assert "..." not in done.stdout.partition("\nCommands:\n")[2]  # a sentence that was cut
     assert imported(env, "--help")[1] == []
 
 
@@ -150,6 +151,7 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
         (["launch", "--host", "a", "--host", "b"], 64, ["--host was given 2 times; a run uses one host"]),
         (["launch", "--host", "lcal"], 65, ["has no place called or addressed 'lcal'; did you mean local?"]),
         (["launch", "--job", "dmeo"], 64, ["--job dmeo: there is no such job"]),
+        (["launch", "--job", "~nobody-here/x.toml"], 64, ["~nobody-here/x.toml: cannot be read (No such"]),
         (["launch", "--job", "absent.toml"], 64, ["absent.toml: cannot be read (No such file or directory)"]),
         (["launch", "--job", "JOB", "--set", "learning_rat=1"], 64, ["unknown key 'learning_rat'; did"]),
         (["launch", "--job", "JOB", "--set", "steps"], 64, ["--set 'steps': expected key=value"]),
@@ -168,6 +170,8 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
         (["pull", "demo", "log"], 64, ["no run 'demo': none is known"]),
         (["watch"], 64, ["no run is known on this machine"]),
         (["logs", "--tail", "-1"], 64, ["Invalid value for '--tail'"]),
+        (["probe", "--device", "gpu0"], 64, ["--device gpu0: expected auto, cpu or cuda:N"]),
+        (["export", "--device", "gpu0"], 64, ["--device gpu0: expected auto, cpu or cuda:N"]),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_a_documented_code(
@@ -223,7 +227,7 @@ def test_a_dry_run_prints_the_job_as_data_and_touches_nothing(
 
 def test_an_unknown_host_contacts_nobody_in_a_dry_run(env: dict[str, str], job: str) -> None:
     done = dflashctl(
-        "launch", "--job", job, "--host", "192.0.2.1", "--container", "200", "--dry-run", env=env, timeout=20
+        "launch", "--job", job, "--host", "192.0.2.1", "--container", "200", "--dry-run", env=env, timeout=60
     )
     assert done.returncode == 0
     assert "ssh root@192.0.2.1 pct exec 200 -- /root/venv/bin/python" in done.stderr
@@ -255,7 +259,7 @@ def test_a_reader_that_goes_ends_it_quietly(env: dict[str, str]) -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == b""
-    assert process.wait(20) == 141
+    assert process.wait(60) == 141
     process.stderr.close()
 
 
@@ -284,7 +288,7 @@ def test_ctrl_c_ends_it_quietly_with_a_code_of_its_own(env: dict[str, str], tmp_
     )
     with fifo.open("w"):  # opens once the command reads the job
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 80
     assert (out, err) == (b"", b"\ninterrupted; a run that was started goes on\n")
 
