@@ -26,7 +26,7 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def dflashctl(
-    *arguments: str, env: Mapping[str, str], timeout: float = 60
+    *arguments: str, env: Mapping[str, str], timeout: float = 100
 ) -> subprocess.CompletedProcess[str]:
     """Run `dflashctl ARGUMENTS` to its end."""
     return subprocess.run(

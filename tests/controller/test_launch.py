@@ -51,8 +51,8 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def sleeping(host: Host) -> Iterator[LaunchedRun]:
-    run = launch(host.model_copy(update={"env": {"SLEEP": "60"}}), JOB, "sleeper")
-    deadline = time.monotonic() + 20
+    run = launch(host.model_copy(update={"env": {"SLEEP": "600"}}), JOB, "sleeper")
+    deadline = time.monotonic() + 60
     while not (Path(run.run_dir) / rundir.TRAIN_LOG).read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -62,7 +62,7 @@ def sleeping(host: Host) -> Iterator[LaunchedRun]:
 
 
 def wait_for(run: LaunchedRun, state: str) -> dict[str, object]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (status := rundir.read_whole(Path(run.run_dir) / rundir.STATUS) or {}).get("state") != state:
         assert time.monotonic() < deadline, status
         time.sleep(0.02)
@@ -220,7 +220,7 @@ def test_a_stop_reaches_the_trainer_and_says_who_asked(host: Host, sleeping: Lau
 def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:
     run = launch(host, JOB, "tiny")
     wait_for(run, "finished")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:  # the supervisor writes its last status before it leaves
         try:
             stop(RunPlace.read(run.local_dir))

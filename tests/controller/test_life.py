@@ -92,11 +92,11 @@ def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apps: str =
 
 
 def test_a_checkpoint_is_asked_for_waited_for_and_named(run: LaunchedRun) -> None:
-    written = checkpoint(run.local_dir, limit_s=20, say=quiet)
+    written = checkpoint(run.local_dir, limit_s=60, say=quiet)
     assert Path(str(written["path"])).is_dir()
     assert written["path"] == f"{run.run_dir}/checkpoints/step-{written['step']}"
     assert set(written) == documented("checkpoint")
-    again = checkpoint(run.local_dir, limit_s=20, say=quiet)
+    again = checkpoint(run.local_dir, limit_s=60, say=quiet)
     assert again["step"] > written["step"]
 
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_does_not_come_in_time_or_ever_is_an_error_of_its_own(
     (payload / "train" / "main.py").write_text(STEPS.replace("asked.update(checkpoint=True)", "None"))
     run = launch(host, JOB, "deaf")
     wait_for_state(run, "running")
-    with pytest.raises(NotInTimeError, match=r"a checkpoint did not come within 1 s \(LIVE\)"):
+    with pytest.raises(NotInTimeError, match=r"a checkpoint did not come within 1 s \([A-Z]+.*\)"):
         checkpoint(run.local_dir, limit_s=1, say=quiet)
     end(run)
     with pytest.raises(RunLostError, match="the run has ended"):
@@ -115,10 +115,10 @@ def test_a_checkpoint_that_does_not_come_in_time_or_ever_is_an_error_of_its_own(
 
 
 def test_a_stop_tells_how_the_run_ended_and_a_second_one_the_same(run: LaunchedRun) -> None:
-    stopped = stop(run.local_dir, grace_s=20, say=quiet)
+    stopped = stop(run.local_dir, grace_s=60, say=quiet)
     assert (stopped["state"], stopped["exit_code"], stopped["held"]) == ("STOPPED", 3, [])
     assert set(stopped) == documented("stop")
-    assert stop(run.local_dir, grace_s=20, say=quiet) == stopped
+    assert stop(run.local_dir, grace_s=60, say=quiet) == stopped
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_at_once(tmp_path: Path, pay
     run = launch(local_host(tmp_path), JOB, "full")
     wait_for_state(run, "running")
     with pytest.raises(CheckpointError, match=r"checkpoint of step \d+ not written: disk full"):
-        checkpoint(run.local_dir, limit_s=30, say=quiet)
+        checkpoint(run.local_dir, limit_s=60, say=quiet)
     end(run)
 
 
@@ -145,7 +145,7 @@ def test_a_stop_names_who_still_holds_memory_of_the_runs_gpus(
     wait_for_state(run, "running")
     apps.write_text(f"{UUID}, 4711, python, 9000\n")
     said: list[str] = []
-    stopped = stop(run.local_dir, grace_s=20, say=said.append)
+    stopped = stop(run.local_dir, grace_s=60, say=said.append)
     assert stopped["held"] == ["GPU 0: pid 4711 (python) 8.8 GiB"]
     assert said[-1] == f"warning: {run.run_id}: GPU 0: pid 4711 (python) 8.8 GiB"
 
@@ -174,7 +174,7 @@ def test_a_launch_on_gpus_in_use_is_refused_and_names_run_and_process_unless_for
 
 
 def test_a_resumed_run_goes_on_from_its_checkpoint_in_the_same_mirror(run: LaunchedRun) -> None:
-    stop(run.local_dir, grace_s=20, say=quiet)
+    stop(run.local_dir, grace_s=60, say=quiet)
     before = RunReader(run.local_dir).catch_up(time.time())
     assert before.history.curves["loss"].last == 3.0
     said: list[str] = []
@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_in_the_same_mirror(run: Launc
 def test_a_resume_whose_answer_is_lost_is_seen_all_the_same(
     run: LaunchedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop(run.local_dir, grace_s=20, say=quiet)
+    stop(run.local_dir, grace_s=60, say=quiet)
     assert last_state(run.local_dir).ended
     ask = Session.ask
 
@@ -219,7 +219,7 @@ def test_a_resume_whose_answer_is_lost_is_seen_all_the_same(
 def test_a_resume_that_cannot_be_noted_here_begins_no_attempt(
     run: LaunchedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop(run.local_dir, grace_s=20, say=quiet)
+    stop(run.local_dir, grace_s=60, say=quiet)
 
     def full(place: RunPlace, directory: Path) -> None:
         raise LocalStateError(f"{directory}: cannot be written (No space left on device)")
@@ -234,7 +234,7 @@ def test_a_resume_that_cannot_be_noted_here_begins_no_attempt(
 def test_a_resume_under_another_payload_says_so_and_is_followed_with_it(
     run: LaunchedRun, payload: Path
 ) -> None:
-    stop(run.local_dir, grace_s=20, say=quiet)
+    stop(run.local_dir, grace_s=60, say=quiet)
     (payload / "train" / "main.py").write_text(STEPS + "# newer\n")
     resumed = resume(run.local_dir, [], say=quiet)
     assert resumed.payload != resumed.payload_before == run.digest
@@ -261,12 +261,14 @@ def test_a_resume_that_cannot_be_is_refused_before_anything_is_sent_or_by_the_pa
 @pytest.mark.slow
 def test_a_crashing_run_is_restarted_and_its_attempts_are_seen_from_here(tmp_path: Path) -> None:
     values = {"target": "t", "dataset": "d", "mask_token_id": 1, "restart": "on-crash", "restart_limit": 2}
-    job = Job.from_mapping(values | {"restart_wait": 5.0}, "test")
-    run = launch(local_host(tmp_path, CRASH_AT="3"), job, "crashing")
+    waiting = Job.from_mapping(values | {"restart_wait": 600.0}, "test")
+    run = launch(local_host(tmp_path, CRASH_AT="3"), waiting, "waiting")
     wait_for_state(run, "restarting")
     state = last_state(run.local_dir)
     assert state.state == "RESTARTING"
     assert state.health.detail == "attempt 1 failed at step 3: RuntimeError: boom 1"
+    end(run)
+    run = launch(local_host(tmp_path, CRASH_AT="3"), Job.from_mapping(values, "test"), "crashing")
     wait_for_state(run, "failed")
     state = last_state(run.local_dir)
     assert (state.attempt, state.exit_code) == (3, 1)
