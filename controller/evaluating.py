@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from controller.errors import UsageError
 from controller.inventory import Host
+from controller.paths import expanded
 from controller.payload_tool import INCLUDE, Say, run_tool
 from controller.place import open_place
 from controller.run_place import RunPlace
@@ -108,5 +109,5 @@ def evaluate_folder(
 
 def _located(target: str, host: Host) -> str:
     """A target's folder that is relative here, as the place finds it."""
-    here = Path(target).expanduser()
+    here = expanded(target)
     return str(here.absolute()) if host.kind == "local" and here.is_dir() else target

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from controller.errors import InventoryError, UsageError
 from controller.hosts_file import find_file
+from controller.paths import expanded
 
 Kind = Literal["local", "ssh", "proxmox"]
 BUILT_IN = "the built-in places"
@@ -298,7 +299,7 @@ def _host(values: dict[str, Any], spot: _Spot) -> Host:
         filled["workspace"] = filled["workspace"] or str(Path(home) / "dflashctl")
         for key in ("workspace", "venv", "wheels"):
             if isinstance(filled.get(key), str) and filled[key].startswith("~"):
-                filled[key] = str(Path(filled[key]).expanduser())
+                filled[key] = str(expanded(filled[key]))
     else:
         filled.setdefault("workspace", "/workspace")
         filled.setdefault("venv", "/root/venv")

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from controller.errors import UsageError
+from controller.paths import expanded
 from controller.ship import PACKAGE
 from remote_payload import job
 from remote_payload.job import Job, JobError
@@ -19,7 +20,7 @@ def names(folder: Path = PACKAGE / "jobs") -> list[str]:
 def load(text: str, changes: list[str]) -> tuple[str, Job]:
     """Name and checked job for `--job text`, with `--set` changes. Raises UsageError."""
     if text.endswith(".toml") or "/" in text:
-        path = Path(text).expanduser()
+        path = expanded(text)
     elif text in names():
         path = PACKAGE / "jobs" / f"{text}.toml"
     else:

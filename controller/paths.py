@@ -37,6 +37,11 @@ class KnownRun:
     job_name: str
 
 
+def expanded(text: str) -> Path:
+    """The path `text`; a `~` in front is a home, but where there is no such user, as for a shell."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises RuntimeError then
+
+
 def state_root() -> Path:
     """The folder of everything that this laptop knows; not created here.
 

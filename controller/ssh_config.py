@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from controller.errors import UnreachableError
+from controller.paths import expanded
 
 _ASK_S: Final = 15.0
 _NONE: Final = ("none", "")
@@ -209,7 +210,7 @@ def _at_home(path: str) -> Path:
     other = _other_home()
     if other and path.startswith(f"{other}/"):
         return Path.home() / path.removeprefix(f"{other}/")
-    return Path(path).expanduser()
+    return expanded(path)
 
 
 _DEFAULT_KEYS: Final = [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")]
@@ -220,7 +221,7 @@ def _agent(value: str) -> str | None:
         value = os.environ.get(value[1:].strip("{}"), "")
     elif value == "SSH_AUTH_SOCK":
         value = os.environ.get("SSH_AUTH_SOCK", "")
-    return None if value in _NONE else str(Path(value).expanduser())
+    return None if value in _NONE else str(expanded(value))
 
 
 def _own_name() -> str:

@@ -33,6 +33,12 @@ def test_the_state_root_follows_xdg_and_ignores_a_relative_one(
     assert paths.state_root() == Path("/home/someone/.local/state/dflashctl")
 
 
+def test_the_home_of_an_unknown_user_is_a_name_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert paths.expanded("~/x") == Path("/home/me/x")
+    assert paths.expanded("~nobody-here/x") == Path("~nobody-here/x")
+
+
 def test_a_mirror_folder_is_for_its_owner_only(state: Path) -> None:
     directory = paths.make_mirror_dir("run-1", "10.1.2.6")
     assert directory == state / "runs" / "run-1" / "10.1.2.6"
