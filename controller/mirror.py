@@ -192,7 +192,8 @@ class Mirror:
         left = self._files.load()
         for key in ("last_heard", "beat", "clock_difference_s"):  # still the newest that is known
             self._files.connection[key] = left.get(key)
-        if left.get("state") == "ended" and not (self._wants_whole_log() and self._has_holes()):
+        readable = rundir.read_whole(self._directory / rundir.STATUS) is not None  # else it is fetched anew
+        if left.get("state") == "ended" and readable and not (self._wants_whole_log() and self._has_holes()):
             return
         self._say("connecting")
         self.holds_lock = True

@@ -116,6 +116,9 @@ def status_lines(state: RunState) -> list[str]:
     before = [attempt for attempt in state.attempts if attempt.number < state.attempt]
     lines += [f"  {safe_line(attempt_line(attempt))}" for attempt in before[-_ATTEMPTS:]]
     lines += [f"  ! {alarm.what}" for alarm in alarms(state)]
+    for name, count in state.unparsable.items():
+        which, hold = ("line", "holds") if count == 1 else ("lines", "hold")
+        lines.append(f"  ! {figures.count(count)} {which} of {name} {hold} no record")
     interesting = [event for event in state.events if event.level >= 2][-_EVENTS:]
     for event in interesting:
         lines.append(f"  {figures.clock(state.here(event.t))} {safe_line(event.line)}")

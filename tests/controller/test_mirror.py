@@ -364,6 +364,19 @@ def test_a_spoilt_mirror_record_costs_a_new_copy_and_nothing_else(
     assert_equal(folder, remote)
 
 
+def test_a_spoilt_status_of_a_run_that_has_ended_is_fetched_anew(
+    remote: Remote, mirrors: Callable[..., Mirror], folder: Path
+) -> None:
+    remote.finish()
+    first, second = mirrors(Line(remote)), mirrors(Line(remote))
+    first.start()
+    until(lambda: not first.running)
+    (folder / "status.json").write_bytes(b"{half")
+    second.start()
+    until(lambda: not second.running)
+    assert_equal(folder, remote)
+
+
 def test_a_file_replaced_while_nobody_watched_is_taken_anew(
     remote: Remote, mirrors: Callable[..., Mirror], folder: Path
 ) -> None:

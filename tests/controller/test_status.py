@@ -56,6 +56,14 @@ def test_a_person_sees_state_step_loss_and_where(tmp_path: Path) -> None:
     assert "job qwen3-8b on gpu1/200, attempt 1" in text
 
 
+def test_lines_that_could_not_be_read_are_counted_by_file(tmp_path: Path) -> None:
+    damaged = dataclasses.replace(
+        state_of("healthy", tmp_path), unparsable={"events.jsonl": 2, "gpu.jsonl": 1}
+    )
+    lines = [line for line in status_lines(damaged) if "no record" in line]
+    assert lines == ["  ! 2 lines of events.jsonl hold no record", "  ! 1 line of gpu.jsonl holds no record"]
+
+
 def test_times_are_this_machines_and_one_that_no_calendar_has_breaks_nothing() -> None:
     late = tuple({"kind": "recompile", "t": t, "replica": n} for n, t in enumerate((NOW + 3600, 1e300)))
     state = reduce(RunState(), News(events=late, mirror={"clock_difference_s": 3600.0}), NOW)
