@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import gc
+import io
 import os
 import sys
 import time
@@ -175,11 +176,14 @@ def _have_streams() -> None:
     """Where one of the three streams was closed (`2>&-`), nothing reads or writes in its place.
 
     Python has None for it, and print takes that for stdout: narration would stand among the data. And the
-    next file that is opened would get its number.
+    next file that is opened would get its number. What stdout's encoding lacks, it shows as stderr does: `–`
+    in a locale of long ago, a file name that is no text.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def loudness_first(words: Sequence[str]) -> list[str]:

@@ -339,6 +339,11 @@ def test_what_a_host_says_in_an_error_moves_no_cursor_and_renames_no_window(env:
     assert done.stderr == "error: gpubox: no\nhint: Try it\nhint: or not\n"
 
 
+def test_a_character_that_stdout_has_not_ends_no_command(env: dict[str, str]) -> None:
+    done = failing(env | {"PYTHONIOENCODING": "ascii"}, r"print('tau \u2013, \udcff')")
+    assert (done.returncode, done.stdout) == (0, "tau \\u2013, \\udcff\n")
+
+
 def test_a_name_that_is_no_text_is_in_the_report_of_a_defect_all_the_same(env: dict[str, str]) -> None:
     done = failing(env, r"fail(RuntimeError('a\udcff'))")
     assert done.returncode == 99
