@@ -117,8 +117,14 @@ def test_the_command_of_the_feed_names_run_and_scale(remote: Remote, mirrors: Ca
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_breaks_lose_nothing_and_send_nothing_twice(
-    seed: int, remote: Remote, mirrors: Callable[..., Mirror], folder: Path
+    seed: int,
+    remote: Remote,
+    mirrors: Callable[..., Mirror],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = 1000.0
+    monkeypatch.setattr(mirror_module, "awake_and_asleep", lambda: now)
     dice = random.Random(seed)
     line = Line(remote, chunk=dice.choice([7, 300, 5000]))
 
@@ -127,14 +133,18 @@ def test_random_breaks_lose_nothing_and_send_nothing_twice(
         how = dice.choice(["lost", "ended", "silent", "lost"])
 
         def ask() -> str | None:
-            nonlocal left
+            nonlocal left, now
             left -= 1
-            return how if left < 0 and len(line.processes) < 12 and any(remote.files.values()) else None
+            if left >= 0 or len(line.processes) >= 12 or not any(remote.files.values()):
+                return None
+            if how == "silent":  # and time passes
+                now += TIMING.silence_s + 1.0
+            return how
 
         return ask
 
     line.fate = fate
-    mirror = mirrors(line, timing=dataclasses.replace(TIMING, silence_s=0.15))
+    mirror = mirrors(line)
     mirror.start()
     for number in range(40):
         name = dice.choice(rundir.APPENDED)
