@@ -65,6 +65,11 @@ class SshSettings:
         return self.hostname if self.port == 22 else f"{self.hostname} port {self.port}"
 
     @property
+    def account(self) -> str:
+        """User and host for error texts."""
+        return f"{self.user}@{self.peer}"
+
+    @property
     def login(self) -> str:
         """What ssh is given to get there."""
         login = f"{self.user}@{self.alias}"

@@ -68,12 +68,12 @@ def log_in(transport: paramiko.Transport, settings: SshSettings, ask: Ask = ask_
     still = [path for path in locked if path not in _unlocked]
     if still:
         raise AuthenticationError(
-            f"{settings.login}: the key {still[0]} is locked by a passphrase",
+            f"{settings.account}: the key {still[0]} is locked by a passphrase",
             f"Unlock it first: ssh-add {still[0]}",
         )
     offered = ", ".join(tried) if tried else "there is none: no agent, and no key file that can be read"
     raise AuthenticationError(
-        f"{settings.login}: the server accepts none of our keys ({offered})",
+        f"{settings.account}: the server accepts none of our keys ({offered})",
         f"Try: ssh {settings.login} true . If it asks for a password, install a key: ssh-copy-id"
         f" {settings.login}",
     )
@@ -115,7 +115,7 @@ def _accepted(
         left = transport.auth_publickey(settings.user, key)
     except paramiko.BadAuthenticationType as error:
         raise AuthenticationError(
-            f"{settings.login}: the server takes no keys, only {', '.join(error.allowed_types)}",
+            f"{settings.account}: the server takes no keys, only {', '.join(error.allowed_types)}",
             "dflashctl logs in by key: allow PubkeyAuthentication there.",
         ) from error
     except paramiko.AuthenticationException as error:
@@ -128,7 +128,7 @@ def _accepted(
         return False  # the agent would not sign: ssh goes on to the next key too
     if left:
         raise AuthenticationError(
-            f"{settings.login}: beside the key the server wants {', '.join(left)}",
+            f"{settings.account}: beside the key the server wants {', '.join(left)}",
             "Steps that a person takes are ssh's: dflashctl has the key alone.",
         )
     return bool(transport.is_authenticated())
@@ -136,7 +136,7 @@ def _accepted(
 
 def _too_many(settings: SshSettings, tried: list[str]) -> AuthenticationError:
     return AuthenticationError(
-        f"{settings.login}: the server hung up after {len(tried)} keys ({', '.join(tried)})",
+        f"{settings.account}: the server hung up after {len(tried)} keys ({', '.join(tried)})",
         "Name the right one in ~/.ssh/config: IdentityFile and IdentitiesOnly yes.",
     )
 
