@@ -1,4 +1,5 @@
-"""The shapes that are measured: drafters for Qwen3-8B and Qwen3-4B, and a small one that only shows life."""
+"""The shapes that are measured: drafters for Qwen3-8B, Qwen3-4B and SmolLM2-135M (as `bench.train_smollm2`
+trains it), and a small one that only shows life."""
 
 from __future__ import annotations
 
@@ -34,6 +35,17 @@ SHAPES = {
     ),
     "4b": Shape(
         width=2560, heads=32, kv_heads=8, head_dim=128, ffn=9728, vocabulary=151936, target_layers=36
+    ),
+    "smollm2": Shape(
+        width=576,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        ffn=1536,
+        vocabulary=49152,
+        target_layers=30,
+        context=32768,
+        anchors=2048,
     ),
     "tiny": Shape(
         width=64,

@@ -27,15 +27,16 @@ from remote_payload.job import Job
 from remote_payload.train import logit_passes
 from remote_payload.train.batch import Batch, RowShape
 from remote_payload.train.distribution_losses import forward_kl, lk
-from remote_payload.train.execution import runs_kernels
 from remote_payload.train.label_losses import ce, chain, dpace, focal
+from remote_payload.train.logit_passes import Factors
 from remote_payload.train.output_head import OutputHead
 
 MOST_ROWS = 512
 """Most rows of logits alive at once on a CPU: 512 x 151,936 in float32 is under 0.5 GiB."""
 
 GPU_SHARE = 128
-"""Logits and their gradient take this part of a GPU's memory at most: 1,937 rows of 151,936 on an H200."""
+"""Logits and their gradient take this part of a GPU's memory at most (a target's logits half as much again):
+1,937 rows of 151,936 on an H200."""
 
 FROM_LABELS = ("ce", "dpace", "focal", "chain")
 FROM_DISTRIBUTIONS = ("forward_kl", "lk")
@@ -73,6 +74,11 @@ class Objective:
         return self.name in FROM_DISTRIBUTIONS
 
     @property
+    def reads_overlap(self) -> bool:
+        """Whether it reads how much of the two distributions is the same."""
+        return self.name == "lk"
+
+    @property
     def by_block(self) -> bool:
         """Whether a step divides its sum by the number of blocks, and not by the labels' decay weights."""
         return self.name in ("dpace", "focal", "chain")
@@ -106,15 +112,38 @@ def chunk_scores(
     teacher: Tensor | None,
     objective: Objective,
 ) -> ChunkScores:
-    """Loss and gradient of a chunk of whole blocks; the function that is compiled.
+    """Loss and gradient of a chunk of whole blocks; a function that is compiled.
 
     Args:
         hidden: the drafter's hidden states, [n, P, D]. teacher: the target's, or None.
         labels: [n, P] int64. weights: decay weights, 0 where there is no label, [n, P] float32.
     """
-    logits = head.drafted(hidden)
-    if objective.name in FROM_LABELS and head.soft_cap is None and runs_kernels(logits):
-        return by_kernels(hidden, logits, head, labels, weights, objective)
+    taught = None if teacher is None else head.logits(teacher)
+    return by_operations(head.drafted(hidden), taught, head, labels, weights, objective)
+
+
+def kernel_chunk_scores(
+    hidden: Tensor,
+    head: OutputHead,
+    labels: Tensor,
+    weights: Tensor,
+    teacher: Tensor | None,
+    objective: Objective,
+) -> ChunkScores:
+    """`chunk_scores` by passes of our own, where `logit_choice` takes them."""
+    taught = None if teacher is None else head.logits(teacher)
+    return by_kernels(head.drafted(hidden), taught, head, labels, weights, objective)
+
+
+def by_operations(
+    logits: Tensor,
+    taught: Tensor | None,
+    head: OutputHead,
+    labels: Tensor,
+    weights: Tensor,
+    objective: Objective,
+) -> ChunkScores:
+    """Scores of logits [n, P, V], the drafter's and those of the target (None: not needed)."""
     logits = logits.float()
     # Greatest and sum in these words are one pass for inductor. An argmax would be another; that the label is
     # the first of the greatest is found while the gradient is written.
@@ -131,62 +160,98 @@ def chunk_scores(
     onehot = place == label
     earlier = ((logits >= top) & (place < label)).any(-1)
     hits = (of_label == top)[..., 0] & ~earlier
-    plain, each = ce(log_label, weights)
-    loss = plain
-    if objective.needs_teacher:
-        assert teacher is not None
-        log_q, log_p = logits - log_total, F.log_softmax(head.logits(teacher).float(), -1)
-        if objective.name == "lk":
-            loss, slope = lk(log_q, log_p, weights, objective.lk_eta)
-        else:
-            loss, slope = forward_kl(log_q, log_p, onehot, weights, objective.kl_share)
-    else:
-        loss, each = _from_labels(log_label, weights, hits, objective)
-        slope = odds * (each[..., None] / total) - torch.where(onehot, each[..., None], 0.0)
-    # No slope is above the weight of its place: it is that times a difference of two probabilities.
-    by_hidden = _by_hidden(head, logits, slope, each.abs().amax())
-    return ChunkScores(loss, plain, by_hidden.to(hidden.dtype), hits)
-
-
-def by_kernels(
-    hidden: Tensor, logits: Tensor, head: OutputHead, labels: Tensor, weights: Tensor, objective: Objective
-) -> ChunkScores:
-    """`chunk_scores` of an objective from labels: the logits [n, P, V] are read in two passes."""
-    flat, places = logits.flatten(0, 1), labels.flatten()
-    scores = logit_passes.score_labels(flat, places)
-    log_label, hits = scores.log_label.view(labels.shape), scores.hits.view(labels.shape)
+    kl = accepted = short = None
+    if taught is not None:
+        log_p = F.log_softmax(taught.float(), -1)
+        p = log_p.exp()
+        kl = (p * (log_p - (logits - log_total))).sum(-1)
+        if objective.reads_overlap:
+            q = odds / total
+            less = torch.where(q < p, q, 0.0)
+            accepted, short = torch.minimum(p, q).sum(-1), less.sum(-1)
+    read = _Places(log_label, hits, kl, accepted, short)
     plain, _ = ce(log_label, weights)
-    loss, each = _from_labels(log_label, weights, hits, objective)
-    each = each.flatten() * head.scale
-
-    def write(times: Tensor | float, dtype: torch.dtype) -> Tensor:
-        return logit_passes.slopes(flat, places, scores, each * times, dtype)
-
-    by_hidden = head.by_written(write, each.abs().amax())
-    return ChunkScores(loss, plain, by_hidden.to(hidden.dtype).view(hidden.shape), hits)
-
-
-def _from_labels(
-    log_label: Tensor, weights: Tensor, hits: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """The objective's sum and -dL/d(log_label), [n, P]."""
-    if objective.name == "dpace":
-        return dpace(log_label, weights, objective.dpace_alpha)
-    if objective.name == "focal":
-        return focal(log_label, weights, hits, objective.whole_block, objective.focal_weight)
-    if objective.name == "chain":
-        whole, focal_weight = objective.whole_block, objective.focal_weight
-        return chain(log_label, weights, hits, whole, focal_weight, objective.chain_weight)
-    return ce(log_label, weights)
-
-
-def _by_hidden(head: OutputHead, logits: Tensor, slope: Tensor, bound: Tensor) -> Tensor:
-    """The gradient [n, P, D] by what the head was given, from that by its logits, [n, P, V], all <= bound."""
+    loss, factors = _minimised(read, weights, objective)
+    slope = odds * (factors.own[..., None] / total) - torch.where(onehot, factors.of_label[..., None], 0.0)
+    if factors.of_taught is not None:
+        slope = slope - factors.of_taught[..., None] * p
+    if factors.of_short is not None:
+        slope = slope - factors.of_short[..., None] * less
+    bound = factors.bound()
     if head.soft_cap is not None:
         slope = slope * (1 - (logits / head.soft_cap).square())
     if head.scale != 1.0:
         slope, bound = slope * head.scale, bound * head.scale
-    return head.by_hidden(slope, bound)
+    return ChunkScores(loss, plain, head.by_hidden(slope, bound), hits)
+
+
+def by_kernels(
+    logits: Tensor,
+    taught: Tensor | None,
+    head: OutputHead,
+    labels: Tensor,
+    weights: Tensor,
+    objective: Objective,
+) -> ChunkScores:
+    """`by_operations` in passes of our own over the logits, of a head without a soft cap."""
+    flat, places = logits.flatten(0, 1), labels.flatten()
+    if taught is not None:
+        taught = taught.flatten(0, 1)
+    scores = logit_passes.scan(flat, places, taught)
+    kl, accepted, short = scores.kl, None, None
+    if objective.reads_overlap:
+        assert taught is not None
+        accepted, short = logit_passes.overlap(flat, taught, scores)
+    read = _Places(scores.log_label, scores.hits, kl, accepted, short).of_shape(labels.shape)
+    plain, _ = ce(read.log_label, weights)
+    loss, factors = _minimised(read, weights, objective)
+    factors = factors.times(head.scale)
+
+    def write(times: Tensor | float, dtype: torch.dtype) -> Tensor:
+        return logit_passes.slopes(flat, places, taught, scores, factors.times(times), dtype)
+
+    by_hidden = head.by_written(write, factors.bound())
+    return ChunkScores(loss, plain, by_hidden.unflatten(0, labels.shape), read.hits)
+
+
+class _Places(NamedTuple):
+    """What an objective reads of each place, [n, P]; of the last three what it needs."""
+
+    log_label: Tensor
+    """Log-probability of the label."""
+    hits: Tensor
+    """Whether the label is the first of the greatest logits."""
+    kl: Tensor | None = None
+    """KL(p || q) of the target's distribution p and the drafter's, q."""
+    accepted: Tensor | None = None
+    """The sum of min(p, q)."""
+    short: Tensor | None = None
+    """The sum of q where q < p."""
+
+    def of_shape(self, shape: torch.Size) -> _Places:
+        """The same with `shape`, [n, P]."""
+        return _Places(*(None if each is None else each.view(shape) for each in self))  # type: ignore[arg-type]
+
+
+def _minimised(read: _Places, weights: Tensor, objective: Objective) -> tuple[Tensor, Factors]:
+    """The objective's sum and the factors of its gradient by the logits, [n, P]."""
+    log_label, hits = read.log_label, read.hits
+    if objective.name == "forward_kl":
+        assert read.kl is not None
+        return forward_kl(read.kl, log_label, weights, objective.kl_share)
+    if objective.name == "lk":
+        assert read.kl is not None and read.accepted is not None and read.short is not None
+        return lk(read.kl, read.accepted, read.short, weights, objective.lk_eta)
+    if objective.name == "dpace":
+        loss, each = dpace(log_label, weights, objective.dpace_alpha)
+    elif objective.name == "focal":
+        loss, each = focal(log_label, weights, hits, objective.whole_block, objective.focal_weight)
+    elif objective.name == "chain":
+        whole, focal_weight = objective.whole_block, objective.focal_weight
+        loss, each = chain(log_label, weights, hits, whole, focal_weight, objective.chain_weight)
+    else:
+        loss, each = ce(log_label, weights)
+    return loss, Factors(each, each)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):

@@ -29,8 +29,16 @@ from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, R
 from remote_payload.train.features import Features
 from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
+from remote_payload.train.logit_choice import choose_kernels
 from remote_payload.train.mask import TILE
-from remote_payload.train.objective import BlockScores, Objective, block_loss, chunk_scores, slots_in_use
+from remote_payload.train.objective import (
+    BlockScores,
+    Objective,
+    block_loss,
+    chunk_scores,
+    kernel_chunk_scores,
+    slots_in_use,
+)
 from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.output_head import OutputHead
 from remote_payload.train.replay import difference
@@ -125,6 +133,7 @@ class Replica:
         self._wanted_attention, self._attention = job.attention, FLEX
         self._run: Any = run_drafter
         self._chunk: Any = chunk_scores
+        self._loss_kernels = False
         self.rung = execution.EAGER
         """How steps run now; a replay compiles nothing, whatever else happens in the process."""
         self._gradients: tuple[Tensor, ...] = ()
@@ -159,6 +168,7 @@ class Replica:
         if result.execution == execution.EAGER:
             self.use(execution.EAGER)
         result.attention = self._row_mask.kind
+        result.loss_kernels = self._loss_kernels and result.execution != execution.EAGER
         if result.execution != execution.EAGER and cuda and result.attention == DENSE:
             result.reason += (
                 f"; dense mask, since token_budget or anchors * block_size is no multiple of {TILE},"
@@ -171,6 +181,10 @@ class Replica:
     def _climb(self, wanted: str, result: WarmUp) -> WarmUp:
         """The compiled rungs; once more by FlexAttention where faster kernels, though proved, fail."""
         sizes = self._row_mask.sizes
+        if self.device.type == "cuda":
+            self._loss_kernels, result.loss_kernels_reason = choose_kernels(
+                self._head, self.objective, self.shape.block_size - 1
+            )
         if self.device.type == "cuda" and sizes.tiles_fit:
             self._attention, result.attention_reason = choose_attention(
                 self._wanted_attention, sizes, self.device, self.dtype
@@ -317,7 +331,8 @@ class Replica:
         tiled = compiled and cuda and self._row_mask.sizes.tiles_fit
         self._row_mask.kind = self._attention if tiled else DENSE
         self._run = execution.build(run_drafter, choice, name, trees=trees)
-        self._chunk = execution.build(chunk_scores, choice, name, trees=trees)
+        chunk = kernel_chunk_scores if compiled and self._loss_kernels else chunk_scores
+        self._chunk = execution.build(chunk, choice, name, trees=trees)
         if compiled and cuda:
             self.optimizer.use(execution.build(adamw, execution.COMPILED, name))
         elif self.weights.plain:

@@ -111,6 +111,8 @@ def warm_up(run: Run, replica: Replica) -> None:
         graph_step_s=result.step_s.get(execution.GRAPH),
         attention=result.attention,
         attention_reason=result.attention_reason,
+        loss_kernels=result.loss_kernels,
+        loss_kernels_reason=result.loss_kernels_reason,
         fp8=run.job.fp8,
     )
     for down in result.steps_down:
@@ -125,6 +127,9 @@ def warm_up(run: Run, replica: Replica) -> None:
     times = [f"{rung} {seconds:.3f} s" for rung, seconds in result.step_s.items()]
     if result.attention != DENSE:
         run.log(f"Replica {replica.number}: {result.attention} attention ({result.attention_reason})")
+    if replica.device.type == "cuda" and result.execution != execution.EAGER:
+        ways = "our own kernels" if result.loss_kernels else "the compiler's"
+        run.log(f"Replica {replica.number}: the loss by {ways} ({result.loss_kernels_reason})")
     small = "" if run.job.fp8 == "none" else f", fp8 = {run.job.fp8!r}"
     run.log(
         f"Replica {replica.number}: {result.execution} ({result.reason}){small}; a step: {', '.join(times)}"

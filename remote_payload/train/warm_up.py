@@ -29,6 +29,9 @@ class WarmUp:
     attention: str = "dense"
     """By which kernels: `flash`, `flex`, or `dense` masks."""
     attention_reason: str = "no tiles"
+    loss_kernels: bool = False
+    """Whether the loss reads its logits by our own kernels."""
+    loss_kernels_reason: str = "not compiled for a GPU"
 
     @property
     def eager_step_s(self) -> float | None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remote_payload.train import execution, fp8, swiglu
-from remote_payload.train.objective import FROM_LABELS, Objective, chunk_scores
+from remote_payload.train import execution, fp8, logit_passes, swiglu
+from remote_payload.train.logit_choice import choose_kernels
+from remote_payload.train.objective import chunk_scores, kernel_chunk_scores
+from remote_payload.train.output_head import OutputHead
+from tests.payload.test_logit_passes import ALL, of
 from tests.payload.test_logit_passes import case as chunk_case
 
 pytest.importorskip("triton")
@@ -61,7 +66,7 @@ def scan(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def slopes(logits: Tensor, labels: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     _, _, bases, totals = scan(logits, labels)
     made = torch.full(logits.shape, 7.0, device=DEVICE).to(dtype)
-    logit_kernels.slopes(logits, labels, bases, totals, weights, made)
+    logit_kernels.slopes(logits, labels, bases, totals, weights, weights, made)
     return made
 
 
@@ -156,6 +161,186 @@ def test_logits_of_no_probability_change_nothing() -> None:
     torch.testing.assert_close(found.double(), exact_slopes(logits, labels, ones), atol=1e-6, rtol=1e-5)
 
 
+def scan_both(logits: Tensor, labels: Tensor, taught: Tensor) -> list[Tensor]:
+    made = [torch.full((len(labels),), -7.0, device=DEVICE) for _ in range(7)]
+    made[1] = torch.zeros(len(labels), dtype=torch.bool, device=DEVICE)
+    logit_kernels.scan(logits, labels, *made[:4], taught, *made[4:])
+    return made
+
+
+def overlap(logits: Tensor, labels: Tensor, taught: Tensor) -> tuple[Tensor, Tensor]:
+    _, _, bases, totals, _, taught_bases, taught_totals = scan_both(logits, labels, taught)
+    accepted, short = (torch.full((len(labels),), -7.0, device=DEVICE) for _ in range(2))
+    logit_kernels.overlap(logits, bases, totals, taught, taught_bases, taught_totals, accepted, short)
+    return accepted, short
+
+
+def taught_slopes(
+    logits: Tensor, labels: Tensor, taught: Tensor, factors: list[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Of own, label, target and, where there are four factors, of what is short."""
+    _, _, bases, totals, _, *norms = scan_both(logits, labels, taught)
+    made = torch.full(logits.shape, 7.0, device=DEVICE).to(dtype)
+    logit_kernels.slopes(logits, labels, bases, totals, *factors[:2], made, taught, *norms, *factors[2:])
+    return made
+
+
+def near(logits: Tensor, times: float) -> Tensor:
+    """Logits of a target: near those of the drafter in the first rows, another distribution in the last."""
+    away = torch.linspace(0.02, 1.5, len(logits), device=DEVICE)[:, None]
+    return (logits.float() + drawn(*logits.shape, seed=5, times=times) * away).to(logits.dtype)
+
+
+@WIDTHS
+@BOTH
+@pytest.mark.parametrize("times", [0.5, 20.0, 3000.0])
+@pytest.mark.parametrize("offset", [0.0, 2000.0])
+def test_a_scan_of_both_finds_their_divergence_and_all_else_as_without_the_target(
+    width: int, dtype: torch.dtype, times: float, offset: float
+) -> None:
+    logits, labels = drawn(6, width, times=times, dtype=dtype), labels_of(6, width)
+    labels[2:4] = logits[2:4].float().argmax(-1)
+    taught = near(logits, times)
+    taught[4:] += offset  # the same distribution, but for rounding: a divergence does not see it
+    found = scan_both(logits, labels, taught)
+    for one, other in zip(found, scan(logits, labels), strict=False):
+        assert one.equal(other)
+    p, q = taught.double().log_softmax(-1), logits.double().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    torch.testing.assert_close(found[4].double(), kl, atol=2e-6 * (1 + times) + 3e-7 * offset, rtol=2e-6)
+    whole = (found[5].double() + found[6].double().log2()) * math.log(2)
+    torch.testing.assert_close(
+        whole, taught.double().logsumexp(-1), atol=2e-6 * (1 + times + offset) + 1e-5, rtol=1e-6
+    )
+
+
+@WIDTHS
+def test_a_target_that_says_the_same_diverges_by_nothing_and_slopes_cancel(width: int) -> None:
+    logits, labels = drawn(3, width, times=3000.0), labels_of(3, width)
+    same = torch.ones(3, device=DEVICE)
+    assert bool((scan_both(logits, labels, logits)[4].abs() <= 1e-6).all())
+    found = taught_slopes(logits, labels, logits, [same, same * 0, same], torch.float32)
+    assert float(found.abs().max()) <= 1e-6
+
+
+@WIDTHS
+@BOTH
+@pytest.mark.parametrize("times", [0.5, 20.0, 3000.0])
+def test_an_overlap_is_what_both_distributions_share(width: int, dtype: torch.dtype, times: float) -> None:
+    logits, labels = drawn(6, width, times=times, dtype=dtype), labels_of(6, width)
+    taught = near(logits, times)
+    accepted, short = overlap(logits, labels, taught)
+    q, p = logits.double().softmax(-1), taught.double().softmax(-1)
+    torch.testing.assert_close(accepted.double(), torch.minimum(q, p).sum(-1), atol=1e-5, rtol=1e-5)
+    # Where both are the same but for rounding, either may be called the lesser one.
+    sure, close = (q < p * (1 - 1e-5)), (q - p).abs() <= 1e-5 * p
+    least = torch.where(sure, q, 0.0).sum(-1)
+    most = least + torch.where(close & ~sure, q, 0.0).sum(-1)
+    room = 1e-5 + 1e-5 * most
+    assert bool(((short.double() >= least - room) & (short.double() <= most + room)).all())
+
+
+@WIDTHS
+@pytest.mark.parametrize("times", [0.5, 3000.0])
+@pytest.mark.parametrize("lk", [False, True], ids=["kl", "lk"])
+@pytest.mark.parametrize(
+    ("dtype", "made", "rounding"),
+    [
+        (torch.bfloat16, torch.bfloat16, 2**-8 * CUT),
+        (torch.float32, torch.float32, 2e-5),
+        pytest.param(torch.bfloat16, torch.float8_e5m2, 2**-3, marks=not_interpreted),
+    ],
+)
+def test_slopes_against_a_target_are_those_of_float64_but_for_rounding(
+    width: int, times: float, lk: bool, dtype: torch.dtype, made: torch.dtype, rounding: float
+) -> None:
+    logits, labels = drawn(6, width, times=times, dtype=dtype), labels_of(6, width)
+    labels[3] = logits[3].float().argmax()
+    taught = near(logits, times)
+    own = torch.tensor([1.0, 0.3, 0.0, 1.0, 2e4, 0.5], device=DEVICE)
+    if made == torch.float8_e5m2:
+        own *= 1024.0  # as if its scale had been taken: smaller numbers have fewer bits
+        own[4] = 25000.0
+    factors = [own, own * 0.3, own * 0.7, *([own * 0.9] if lk else [])]
+    found = taught_slopes(logits, labels, taught, factors, made).double()
+    q, p = logits.double().softmax(-1), taught.double().softmax(-1)
+    onehot = F.one_hot(labels, width)
+    exact = (q - 0.3 * onehot - 0.7 * p) * own[:, None].double()
+    # A difference has the errors of its parts.
+    part = (q + onehot + p) * own[:, None].double()
+    least = 1e-4 if made == torch.float8_e5m2 else 1e-30
+    room = rounding * exact.abs() + (1e-6 + 2e-7 * times) * part + least
+    right = (found - exact).abs() <= room
+    if lk:
+        less = 0.9 * q * own[:, None].double()
+        right_less = (found - (exact - less)).abs() <= room + rounding * less
+        close = (q - p).abs() <= 1e-5 * p
+        right = torch.where(close, right | right_less, torch.where(q < p, right_less, right))
+    assert bool(right.all())
+    assert bool((found[2] == 0).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 2047, 2048, 4999])
+@pytest.mark.parametrize("spoilt", [0, 1], ids=["drafter", "target"])
+def test_what_is_not_finite_in_either_spoils_divergence_and_slopes_of_its_row_and_no_other(
+    place: int, bad: float, spoilt: int
+) -> None:
+    both, labels = [drawn(3, 5000), drawn(3, 5000, seed=3)], labels_of(3, 5000)
+    both[spoilt][1, place] = bad
+    logits, taught = both
+    assert scan_both(logits, labels, taught)[4].isfinite().tolist() == [True, False, True]
+    weights = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
+    for count in (3, 4):
+        made = taught_slopes(logits, labels, taught, [weights] * count, torch.bfloat16)
+        finite = made.float().isfinite()
+        assert bool(finite[0].all()) and bool(finite[2].all()) and not bool(finite[1].any())
+
+
+def test_a_token_that_the_drafter_cannot_say_makes_the_divergence_infinite() -> None:
+    logits, labels = drawn(2, 5000), torch.tensor([40, 4500], device=DEVICE)
+    taught = drawn(2, 5000, seed=3)
+    logits[0, 3000] = -math.inf
+    kl = scan_both(logits, labels, taught)[4]
+    assert float(kl[0]) == math.inf and bool(kl[1].isfinite())
+
+
+class OnGpu(Tensor):
+    """On a GPU, by its own account: the operators hand it to the kernels."""
+
+    is_cuda = True
+
+
+def by_kernels_alone(operator: Any) -> Callable[..., Any]:
+    """An operator that never takes plain operations, for the interpreter."""
+
+    def run(*given: Any) -> Any:
+        found = operator._init_fn(*(x.as_subclass(OnGpu) if isinstance(x, Tensor) else x for x in given))
+        plain = [x.as_subclass(Tensor) for x in ([found] if isinstance(found, Tensor) else found)]
+        return plain[0] if isinstance(found, Tensor) else plain
+
+    return run
+
+
+@pytest.mark.parametrize("width", [208, 4100])
+@pytest.mark.parametrize("name", ALL)
+def test_the_proof_of_a_warm_up_takes_the_kernels(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if INTERPRETED:
+        for operator in ("_scan", "_overlap", "_slopes"):
+            monkeypatch.setattr(logit_passes, operator, by_kernels_alone(getattr(logit_passes, operator)))
+    called = []
+    right = logit_kernels.slopes
+    monkeypatch.setattr(logit_kernels, "slopes", lambda *given: called.append(1) or right(*given))
+    head = OutputHead(drawn(width, 16), None, 0.7, None)
+    assert choose_kernels(head, of(name), 7) == (
+        True,
+        "loss, first choices and slopes of random logits are those of plain operations",
+    )
+    assert called
+
+
 @pytest.mark.parametrize(("rows", "ffn"), [(1, 8), (16, 256), (37, 300), (50, 1001)])
 @pytest.mark.parametrize("times", [1.0, 200.0])
 @BOTH
@@ -192,21 +377,21 @@ def test_a_nan_between_or_in_the_slope_stays_one(place: tuple[int, int]) -> None
 
 @not_interpreted
 @pytest.mark.parametrize("eight_bits", [False, True])
-@pytest.mark.parametrize("name", FROM_LABELS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_compiled_chunk_by_the_kernels_is_the_eager_one(name: str, eight_bits: bool) -> None:
-    given = chunk_case(torch.bfloat16, 0.25, eight_bits, DEVICE)
-    hidden, head, labels, weights = given
+    hidden, head, labels, weights, teacher = chunk_case(torch.bfloat16, 0.25, eight_bits, DEVICE)
     if eight_bits and fp8.refuse(torch.device(DEVICE)):
         pytest.skip("no 8-bit matrix units")
-    kind = Objective(name=name, whole_block=3.0)
-    chunk = execution.build(chunk_scores, execution.COMPILED, "test")
-    found, wanted = (way(hidden, head, labels, weights, None, kind) for way in (chunk, chunk_scores))
+    kind = of(name)
+    given = (hidden, head, labels, weights, teacher if kind.needs_teacher else None, kind)
+    chunk = execution.build(kernel_chunk_scores, execution.COMPILED, "test")
+    found, wanted = chunk(*given), chunk_scores(*given)
     assert found.hits.equal(wanted.hits) and found.gradient.dtype == hidden.dtype
     torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-3, atol=1e-3)
     most = float(wanted.gradient.float().abs().max())
     torch.testing.assert_close(found.gradient, wanted.gradient, rtol=2e-2, atol=2e-2 * most)
     hidden[1, 0, 3] = math.nan
-    spoilt = chunk(hidden, head, labels, weights, None, kind)
+    spoilt = chunk(*given)
     assert not bool(spoilt.loss.isfinite()) and not bool(spoilt.gradient.isfinite().all())
 
 
