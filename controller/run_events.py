@@ -16,6 +16,11 @@ from controller.tui.figures import amount
 KEPT = 300
 """Most events kept for the list; the newest."""
 
+FEW_LEFT_OUT = 0.01
+"""Part of a dataset that may be left out without a warning: nearly every set has some samples too long, and a
+warning that stands on every screen all night hides the next one.
+"""
+
 
 class Level(enum.IntEnum):
     """How much an event matters."""
@@ -70,9 +75,10 @@ def _dataset(r: Record) -> Line:
     line = f"{_count(r, 'samples')} samples, {_count(r, 'batches')} batches an epoch"
     line += f" (min={_count(r, 'batch_min')} max={_count(r, 'batch_max')}"
     line += f" avg={_figure(r, 'batch_mean', '.1f')})"
-    if left_out:
-        return Level.WARNING, f"{line}, {left_out:,} left out: {', '.join(map(str, skipped))}"
-    return Level.INFO, line
+    if not left_out:
+        return Level.INFO, line
+    level = Level.WARNING if left_out > FEW_LEFT_OUT * (whole(r, "samples") or 0) else Level.INFO
+    return level, f"{line}, {left_out:,} left out: {', '.join(map(str, skipped))}"
 
 
 def _bucket(r: Record) -> Line:

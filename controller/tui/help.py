@@ -13,11 +13,17 @@ from textual.widget import Widget
 from controller.tui import run_list
 from controller.tui.curves import PLOTS
 from controller.tui.curves_view import CurvesView
-from controller.tui.lines import Lines, LineView, line
+from controller.tui.lines import Lines, LineView, hanging, line
 from controller.tui.log_view import LogView
 from controller.tui.palette import HEADING, KEY, LABEL, PLAIN, VALUE
 
 Columns = tuple[tuple[str, str], ...]
+Row = tuple[Text, Text]
+"""A name and what it means."""
+
+BLANK: Row = (Text(), Text())
+WIDTH = 92
+"""As app.tcss has it."""
 
 FIRST_LINES: Columns = (
     ("● LIVE 1.2s", "state, and how old the newest news of it is"),
@@ -27,9 +33,12 @@ FIRST_LINES: Columns = (
     ("est", "the same as training's blocks promise it"),
     ("best", "the best decoded tau so far"),
     ("gnorm, lr", "norm of the gradient before clipping; learning rate"),
-    ("tok/s, step", "context tokens a second; seconds an optimizer step"),
-    ("MFU", "part of the GPUs' peak arithmetic that the model's own work is"),
+    ("tok/s, step", "context tokens a second; time of an optimizer step, and the rung it runs on"),
+    ("MFU", "useful work of targets and drafters, of what matrix products reach on these GPUs"),
+    ("recompiles", "of the drafter since its warm-up; 0 is right"),
     ("ckpt", "step of the newest checkpoint, and how long ago"),
+    ("anchors", "part of the places where an anchor may be that had one"),
+    ("! 2 events", "warnings and errors so far: tab 4"),
     ("wait", "part of the last seconds that these threads waited for the others"),
 )
 
@@ -78,34 +87,38 @@ class HelpScreen(ModalScreen[None]):
         yield Lines(id="help-keys")
 
     def on_mount(self) -> None:
+        """Scroll by keys."""
+        self.query_one(LineView).focus()
+        keys = line((" ↑↓ PgDn", KEY), (" read on  ", LABEL), ("Esc", KEY), (" close", LABEL))
+        self.query_one("#help-keys", Lines).set_lines([keys])
+
+    def on_resize(self) -> None:
         """List the bindings and the columns."""
+        view = self.query_one(LineView)
         rows = _keys("Keys", self.app)
-        rows += [_row("^p", "command palette: the same actions by name"), line()]
-        rows += [*_keys("On the log", LogView), line(), *_keys("On the curves", CurvesView), line()]
+        rows += [_row("^p", "command palette: the same actions by name"), BLANK]
+        rows += [*_keys("On the log", LogView), BLANK, *_keys("On the curves", CurvesView), BLANK]
         for title, columns in (
             ("First lines", FIRST_LINES), ("GPUs", GPU_COLUMNS), ("Buckets", BUCKET_COLUMNS),
             ("Threads", THREAD_COLUMNS),
             ("Curves", tuple((plot.title, plot.help) for plot in PLOTS)),
             ("Runs", tuple((name, text) for name, _, text in run_list.COLUMNS)),
         ):  # fmt: skip
-            rows += [line((title, HEADING)), *(_row(name, text) for name, text in columns), line()]
-        view = self.query_one(LineView)
-        view.set_lines(rows)
-        view.focus()
-        keys = line((" ↑↓ PgDn", KEY), (" read on  ", LABEL), ("Esc", KEY), (" close", LABEL))
-        self.query_one("#help-keys", Lines).set_lines([keys])
+            rows += [(line((title, HEADING)), line()), *(_row(name, text) for name, text in columns), BLANK]
+        width = min(WIDTH, self.size.width) - 5  # border, padding, scroll bar
+        view.set_lines([part for lead, text in rows for part in hanging(lead, text, width)])
 
 
-def _row(name: str, text: str) -> Text:
-    return line((f"{name:>13}  ", KEY if len(name) < 3 else VALUE), (text, PLAIN))
+def _row(name: str, text: str) -> Row:
+    return line((f"{name:>13}  ", KEY if len(name) < 3 else VALUE)), line((text, PLAIN))
 
 
-def _keys(title: str, owner: Any | type[Widget]) -> list[Text]:
-    rows = [line((title, HEADING))]
+def _keys(title: str, owner: Any | type[Widget]) -> list[Row]:
+    rows = [(line((title, HEADING)), line())]
     for binding in owner.BINDINGS:
         if isinstance(binding, Binding) and binding.tooltip:
             names = binding.key_display or ", ".join(map(_named, binding.key.split(",")))
-            rows.append(line((f"{names:>13}  ", KEY), (binding.tooltip, PLAIN)))
+            rows.append((line((f"{names:>13}  ", KEY)), line((binding.tooltip, PLAIN))))
     return rows
 
 

@@ -24,7 +24,7 @@ from controller.errors import DflashctlError, UsageError
 from controller.inventory import Host
 from controller.tui import background
 from controller.tui.dialogs import error_lines, wrapped
-from controller.tui.lines import Lines, LineView, line, remote
+from controller.tui.lines import Lines, LineView, hanging, line, remote
 from controller.tui.palette import BAD, FAINT, GOOD, HEADING, KEY, LABEL, PLAIN, TAB_ON, VALUE
 from remote_payload.job import Job
 
@@ -120,19 +120,19 @@ class LaunchForm(ModalScreen[Path | None]):
             )
         else:
             self._chosen = (host, name, job)
-            self._show(self._effective(host, name, job))
+            self._show(self._effective(host, name, job, wide))
         listed = line(("jobs    ", LABEL))
         for one in self._names:
             listed.append(f" {one} ", style=TAB_ON if one == self._value("job") else PLAIN)
             listed.append(" ")
         self.query_one("#launch-jobs", Lines).set_lines([listed])
 
-    def _effective(self, host: Host, name: str, job: Job) -> list[Text]:
+    def _effective(self, host: Host, name: str, job: Job, width: int) -> list[Text]:
         place = f"{host.name} ({host.kind}, {host.address}), workspace {host.workspace}"
         rows = [line(("✓ ", GOOD), remote(name, VALUE), (" on ", LABEL), remote(place, PLAIN)), line()]
         for text in job.to_toml().splitlines():
             if text.startswith("#"):
-                rows.append(remote(text, FAINT))
+                rows += hanging(line(("# ", FAINT)), remote(text.removeprefix("# "), FAINT), width)
             else:
                 key, equals, value = text.partition(" = ")
                 rows.append(line(remote(key, LABEL), equals, remote(value, VALUE)))

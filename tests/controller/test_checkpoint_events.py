@@ -78,6 +78,16 @@ def test_an_evaluation_says_whether_its_texts_are_the_targets_own(
     assert evaluation(record).unexplained == diverged - allowed
 
 
+@pytest.mark.parametrize(("left_out", "level"), [(14, Level.INFO), (200, Level.WARNING)])
+def test_a_few_samples_left_out_of_a_dataset_are_told_and_many_are_a_warning(
+    left_out: int, level: Level
+) -> None:
+    record = {"kind": "dataset", "samples": 10_000, "skipped": {"too_long": {"count": left_out, "first": []}}}
+    (event,) = events([record])
+    assert event.level is level
+    assert event.line.endswith(f", {left_out} left out: too_long")
+
+
 def test_the_best_and_what_went_wrong_are_read_from_the_progress_and_absent_ones_are_none() -> None:
     record = {"kind": "progress", "t": NOW, "attempt": 1}
     bare = reduce(RunState(), News(progress=record), NOW).progress

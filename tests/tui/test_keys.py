@@ -128,6 +128,14 @@ class Watched:
         self.calls.append("poke")
 
 
+@pytest.mark.parametrize("size", [(60, 90), (80, 90)], ids=str)
+async def test_the_help_cuts_no_line(size: tuple[int, int], open_run: Open) -> None:
+    async with open_run("healthy", size) as pilot:
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert "…" not in screen_text(pilot)
+
+
 async def test_capital_r_reconnects_now(tmp_path: Path) -> None:
     mirror = Watched()
     directory = golden.reconnecting().write(tmp_path)
