@@ -31,13 +31,9 @@ class FeedRefusedError(ProtocolError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """The feed's first frame: who speaks."""
+    """The feed's first frame, of a protocol and schema that we speak; `run`: whom it serves."""
 
-    protocol: int
-    schema: int
     run: str
-    boot_id: str
-    t: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +62,6 @@ class Beat:
     """
 
     t: float | None
-    boot_id: str
     supervisor: str
     trainer: str
     files: dict[str, tuple[int, int]]
@@ -217,13 +212,7 @@ class FrameDecoder:
                     "use the dflashctl that launched the run, or launch anew",
                 )
         self._greeted = True
-        return Hello(
-            protocol=rundir.PROTOCOL_VERSION,
-            schema=rundir.SCHEMA_VERSION,
-            run=str(record.get("run", "")),
-            boot_id=str(record.get("boot_id", "")),
-            t=_time(record),
-        )
+        return Hello(str(record.get("run", "")))
 
 
 def _beat(record: dict[str, Any]) -> Beat:
@@ -243,7 +232,6 @@ def _beat(record: dict[str, Any]) -> Beat:
             inodes[name] = _integer(entry, "inode", 0, _MAX_INODE)
     return Beat(
         t=_time(record),
-        boot_id=str(record.get("boot_id", "")),
         supervisor=str(record.get("supervisor", "")),
         trainer=str(record.get("trainer", "")),
         files=files,

@@ -132,7 +132,8 @@ class LocalProcess:
                 out = data
             else:
                 err = data
-                self._keep(data)
+                self._stderr += data
+                del self._stderr[:-STDERR_KEPT]
         return out, err
 
     @property
@@ -170,17 +171,10 @@ class LocalProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_CLOSE_GRACE_S)
 
-    def _keep(self, data: bytes) -> None:
-        self._stderr += data
-        del self._stderr[:-STDERR_KEPT]
-
     def _drain_stderr(self) -> None:
-        """Take what already lies in stderr's pipe, without waiting for its end."""
-        while self._error in self._open and select.select([self._error], [], [], 0)[0]:
-            data = os.read(self._error, _PIPE_BYTES)
-            if not data:
-                self._open.discard(self._error)
-            self._keep(data)
+        """Take what already lies in stderr's pipe, without waiting for its end; stdout has ended."""
+        while self._open and self._read(0.0) is not None:
+            pass
 
 
 def _environment() -> dict[str, str]:

@@ -65,8 +65,6 @@ class MirrorFiles:
         self.directory = directory
         self.connection: dict[str, Any] = {}
         """The fields of `mirror.json` that do not concern files; written by the next `save`."""
-        self.record: dict[str, Any] = {}
-        """`mirror.json` as last written."""
         self.files: dict[str, MirroredFile] = {}
         self.filled = False
         """Whether older bytes arrived in a hole since `mirror.json` was last written."""
@@ -110,8 +108,8 @@ class MirrorFiles:
     def load(self) -> dict[str, Any]:
         """Take over what the last writer left; returns its `mirror.json` (empty: there is none)."""
         assert self.locked
-        self.record = rundir.read_whole(self.directory / MIRROR) or {}
-        listed = self.record.get("files")
+        left = rundir.read_whole(self.directory / MIRROR) or {}
+        listed = left.get("files")
         for name, entry in listed.items() if isinstance(listed, dict) else ():
             generation = entry.get("generation") if isinstance(entry, dict) else None
             if name in rundir.REPLACED or not rundir.is_mirrored(name) or type(generation) is not int:
@@ -125,7 +123,7 @@ class MirrorFiles:
             file.size = file.extents.end
             if local > file.extents.end:
                 self._cut(name, file, file.extents.end)
-        return self.record
+        return left
 
     def have(self) -> dict[str, dict[str, Any]]:
         """What the feed is told that we have; holes in train.log are another matter (`holes`)."""
@@ -239,7 +237,7 @@ class MirrorFiles:
                     getattr(os, "fdatasync", os.fsync)(file.descriptor)
                     file.dirty = False
                 file.claimed = file.extents.to_json()
-            self.record = rundir.stamp("mirror", self.connection) | {
+            record = rundir.stamp("mirror", self.connection) | {
                 "pid": os.getpid(),
                 "files": {
                     name: {
@@ -252,7 +250,7 @@ class MirrorFiles:
                     for name, file in self.files.items()
                 },
             }
-            rundir.write_whole(self.directory / MIRROR, rundir.encode(self.record))
+            rundir.write_whole(self.directory / MIRROR, rundir.encode(record))
         except OSError as error:
             raise self._trouble("cannot write", MIRROR, error) from error
 

@@ -14,13 +14,13 @@ from controller.text import safe_line
 from remote_payload.rundir import Request
 
 
-def stop(run_place: RunPlace, *, grace_s: float | None = None) -> None:
-    """Ask the run to checkpoint and end; it is ended by force `grace_s` later (None: 60 s).
+def stop(run_place: RunPlace, *, grace_s: float) -> None:
+    """Ask the run to checkpoint and end; it is ended by force `grace_s` seconds later.
 
     Returns once the request lies there. Raises RunLostError when nobody is there to act on it, also
     because the run has ended.
     """
-    ask(run_place, Request.STOP, {} if grace_s is None else {"grace_s": grace_s})
+    ask(run_place, Request.STOP, {"grace_s": grace_s})
 
 
 def ask(run_place: RunPlace, request: Request, content: dict[str, Any] | None = None) -> None:

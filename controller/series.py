@@ -59,16 +59,16 @@ class Series:
         """The points, and one more for the raw values that do not yet fill a stride."""
         return (*self.points, _merged(self.pending)) if self.pending else self.points
 
-    @property
-    def segments(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """The runs of finite points between gaps, for a plot that must not draw across a NaN."""
-        runs: list[list[tuple[float, float]]] = [[]]
-        for x, y in self.all_points:
-            if y is not None:
-                runs[-1].append((x, y))
-            elif runs[-1]:
-                runs.append([])
-        return tuple(tuple(run) for run in runs if run)
+
+def segments(points: Iterable[Point]) -> list[list[tuple[float, float]]]:
+    """The runs of finite points between gaps, for a plot that must not draw across a NaN."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if y is not None:
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 def _merged(points: Iterable[Point]) -> Point:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from controller.report.markup import Markup, el
 from controller.run_state import RunState
-from controller.series import Point, Series
+from controller.series import Point, Series, segments
 from controller.tui import figures
 from controller.tui.acceptance import decoded, promised
 from controller.tui.curves import PLOTS, Look, Plot, step_window, time_window
@@ -156,7 +156,7 @@ def _figure(
     data = []
     for one, points in zip(drawn, inside, strict=True):
         thin = _thinned(points)
-        for segment in _segments(thin):
+        for segment in segments(thin):
             path = " ".join(f"{x_at(x)},{y_at(y)}" for x, y in segment)
             if len(segment) == 1 or (one.marks and len(thin) < 60):
                 for x, y in segment:
@@ -253,16 +253,6 @@ def _acceptance(state: RunState, plot: Plot) -> Markup | None:
         el("svg", el("title", plot.help), *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img"),
         el("p", el("span", plot.help, class_="help")),
     )
-
-
-def _segments(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
-    runs: list[list[tuple[float, float]]] = [[]]
-    for x, y in points:
-        if y is not None:
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -80,11 +80,11 @@ def test_frames_of_every_kind_are_decoded() -> None:
         )
     )
     assert frames == [
-        Hello(1, 1, "r1", "b", 5.0),
+        Hello("r1"),
         Append("train.log", 2, 4, b"a\nframe\n"),
         Replace("status.json", 1, b"{}"),
         Replace("exit.json", 1, b""),
-        Beat(7.5, "b", "alive", "gone", {"train.log": (2, 9)}, {"train.log": 77}, beat),
+        Beat(7.5, "alive", "gone", {"train.log": (2, 9)}, {"train.log": 77}, beat),
         Refusal("disk on fire"),
     ]
 

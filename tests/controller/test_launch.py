@@ -223,7 +223,7 @@ def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:
     deadline = time.monotonic() + 60
     while True:  # the supervisor writes its last status before it leaves
         try:
-            stop(RunPlace.read(run.local_dir))
+            stop(RunPlace.read(run.local_dir), grace_s=60)
         except RunLostError as error:
             assert "the run has ended (finished)" in error.message
             break

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from controller.health import Limits, Word, age_text, judge
 from controller.run_state import News, RunState, reduce
+from controller.series import segments
 from tests.tui.golden import AHEAD, BOOT, NOW
 
 Record = dict[str, Any]
@@ -171,7 +172,7 @@ def test_a_loss_that_is_no_number_is_a_gap_an_event_and_a_word() -> None:
         {"kind": "step", "step": 4, "loss": 2.0},
     )
     found = state_of(events=events, progress=progress(loss=None, nonfinite=["loss"]))
-    assert len(found.curves["loss"].segments) == 2
+    assert len(segments(found.curves["loss"].all_points)) == 2
     assert "not finite at step 3" in found.events[-1].line
     assert found.progress is not None
     assert found.progress.loss_is_nan

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.series import LIMIT, Ema, Series
+from controller.series import LIMIT, Ema, Series, segments
 
 VALUES = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 
@@ -14,7 +14,7 @@ VALUES = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 def test_a_series_has_only_finite_values_and_gaps(values: list[float | None]) -> None:
     series = Series().extended(enumerate(values))
     assert all(y is None or math.isfinite(y) for _, y in series.all_points)
-    assert all(math.isfinite(y) for run in series.segments for _, y in run)
+    assert all(math.isfinite(y) for run in segments(series.all_points) for _, y in run)
 
 
 @settings(max_examples=10)
@@ -32,8 +32,9 @@ def test_a_series_is_bounded_uniform_and_ends_with_its_newest_value(total: int, 
 def test_a_gap_splits_the_curve_and_survives_merging() -> None:
     points = [(float(x), None if x == 700 else 1.0) for x in range(3 * LIMIT)]
     series = Series().extended(points)
-    assert len(series.segments) == 2
-    assert all(len(run) > 1 for run in series.segments)
+    runs = segments(series.all_points)
+    assert len(runs) == 2
+    assert all(len(run) > 1 for run in runs)
 
 
 def test_a_resumed_run_replaces_what_the_attempt_before_wrote_after_its_checkpoint() -> None:
