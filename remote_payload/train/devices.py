@@ -77,28 +77,37 @@ def aside(work: Callable[[], Found]) -> Found:
 
 
 @contextlib.contextmanager
-def on_device(device: torch.device, cores: int | None = None, priority: int = 0) -> Iterator[None]:
+def on_device(device: torch.device, priority: int = 0) -> Iterator[None]:
     """What every worker does first: its device, a stream of its own, backward in its own thread.
 
-    `cores` is for one on a CPU that wants fewer than the job gives it; it holds for this thread alone.
-    `priority` is that of the stream on a GPU, lower first.
+    `priority` is that of the stream on a GPU, lower first. Entered once in a worker's life: torch has 32
+    streams of a priority, and cuBLAS keeps a workspace for every one that a thread was on.
 
     With multithreaded autograd off, backward runs in the thread that called it, so that configuration,
     thread-local state and a later capture all belong to one thread.
     """
     with torch.autograd.set_multithreading_enabled(False):
         if device.type != "cuda":
-            everybody = torch.get_num_threads()
-            if cores is not None:
-                torch.set_num_threads(cores)
-            try:
-                yield
-            finally:
-                torch.set_num_threads(everybody)
+            torch.get_num_threads()  # asked for it, torch gives a new thread the number that main has set
+            yield
             return
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream(device, priority)):
             yield
+
+
+@contextlib.contextmanager
+def on_cores(device: torch.device, cores: int | None) -> Iterator[None]:
+    """Where `device` is a CPU, work on so many of its cores, in this thread alone; None: on the job's."""
+    if device.type != "cpu" or cores is None:
+        yield
+        return
+    everybody = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(everybody)
 
 
 @contextlib.contextmanager

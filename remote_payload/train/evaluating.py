@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from remote_payload.train.devices import on_device
+from remote_payload.train.devices import on_cores, on_device
 from remote_payload.train.evaluation import Report, drafter_with
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run, Snapshot
@@ -62,12 +62,17 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
     device = torch.device(status.device)
     status.enter("waiting for the target to load")
     target = run.targets[0].wait()
-    pace = Pace(run)
     status.enter("waiting for a drafter")
+    with on_device(device):
+        _evaluate_snapshots(run, status, target)
+
+
+def _evaluate_snapshots(run: Run, status: ThreadStatus, target: Target) -> None:
+    pace = Pace(run)
     while (snapshot := _next_snapshot(run)) is not None:
         pace.begin()
         # After the last step nobody else works.
-        with on_device(device, cores=None if snapshot.step == run.steps else 1):
+        with on_cores(target.device, None if snapshot.step == run.steps else 1):
             report = _decode_prompts(run, status, target, snapshot)
         if report is None:
             run.log(f"Evaluation of step {snapshot.step} given up: the run was asked to stop")

@@ -10,7 +10,7 @@ import torch
 
 from remote_payload.job import JobError
 from remote_payload.train import devices
-from remote_payload.train.devices import aside, compute_dtype, on_device, resolve_devices, turn
+from remote_payload.train.devices import aside, compute_dtype, on_cores, on_device, resolve_devices, turn
 
 CPU = torch.device("cpu")
 
@@ -68,6 +68,16 @@ def test_a_turn_ends_also_when_its_work_fails() -> None:
             raise RuntimeError
     with turn(CPU):
         pass
+
+
+def test_a_worker_may_keep_to_other_cores_of_a_cpu_and_gives_them_back() -> None:
+    job = torch.get_num_threads()
+    with on_cores(CPU, job + 1):
+        assert torch.get_num_threads() == job + 1
+    for device, cores in ((CPU, None), (torch.device("cuda:0"), job + 1)):
+        with on_cores(device, cores):
+            assert torch.get_num_threads() == job
+    assert torch.get_num_threads() == job
 
 
 def test_a_worker_runs_backward_in_its_own_thread() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,8 @@ from remote_payload.train.evaluating import (
     evaluator_takes,
     offer_snapshot,
 )
+from remote_payload.train.run import Snapshot
+from remote_payload.train.run_control import RunControl, ThreadStatus
 from tests.payload.trial import Trial
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "rundir.md"
@@ -91,6 +96,37 @@ def test_snapshots_that_come_too_fast_are_left_out_and_named_but_never_the_last(
     without = run_of(evaluation=None)
     offer_snapshot(without, replica, 0)
     assert without.to_evaluate.empty()
+
+
+def test_all_evaluations_run_on_one_stream_and_all_but_the_last_on_one_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's streams are few, and cuBLAS keeps memory for each that a thread was on."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def recorded(name: str, *given: Any) -> Iterator[None]:
+        entered.append(" ".join(map(str, (name, *given))))
+        yield
+
+    for name in ("on_device", "on_cores"):
+        monkeypatch.setattr(evaluating, name, functools.partial(recorded, name))
+    report: Any = SimpleNamespace(record={}, tau=1.0, not_lossless=())
+    monkeypatch.setattr(evaluating, "_decode_prompts", lambda *_: report)
+    for name in ("evaluation_line", "judge"):
+        monkeypatch.setattr(evaluating, name, lambda *_: "")
+    run = run_of(
+        control=RunControl(),
+        targets=[SimpleNamespace(wait=lambda: SimpleNamespace(device="cpu"))],
+        reports=[],
+        progress=SimpleNamespace(update=lambda **_: None),
+    )
+    for step in (0, 50, 100):
+        run.to_evaluate.put(Snapshot(step, {}, None, 0.0, None))
+    run.to_evaluate.put(None)
+    evaluating.evaluate(run, ThreadStatus("evaluator", "evaluator", "cpu"))
+    assert entered == ["on_device cpu", "on_cores cpu 1", "on_cores cpu 1", "on_cores cpu None"]
+    assert len(run.reports) == 3
 
 
 def test_the_log_says_what_an_evaluation_costs() -> None:
