@@ -28,9 +28,8 @@ SLICE = 1 << 20
 """Most bytes read of one appended file in one poll: about 4,000 events, 40 ms."""
 
 LONGEST_LINE = 8 << 20
-"""A line longer than this is no record; it is counted once and passed over."""
+"""A line longer than this is no record; it is counted once and passed over. So is a crash's file."""
 
-MOST_CRASHES = 64
 LAST_WORDS = 12
 """Lines of the log's end that are kept of a run that has ended."""
 
@@ -199,7 +198,7 @@ class RunReader:
         except OSError:
             return (), ()
         reports = [n for n in names if n.startswith("thread-") and n.endswith(".json")]
-        for name in reports[:MOST_CRASHES]:
+        for name in reports:
             path = self._directory / rundir.CRASH / name
             try:
                 status = path.stat()
@@ -207,7 +206,7 @@ class RunReader:
                 continue
             key = (status.st_mtime_ns, status.st_size)
             if name not in self._crashes or self._crashes[name][0] != key:
-                record = rundir.read_whole(path)
+                record = rundir.read_whole(path) if status.st_size <= LONGEST_LINE else None
                 crash = None if record is None else run_records.crash(record, name)
                 self._crashes[name] = (key, crash)
         found = tuple(crash for _, crash in self._crashes.values() if crash is not None)

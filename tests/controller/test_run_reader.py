@@ -140,6 +140,21 @@ def test_a_poll_does_a_bounded_amount_of_work_and_says_what_is_left(tmp_path: Pa
     assert state.unread_bytes > 5 << 20
 
 
+def test_the_newest_crash_is_known_also_where_earlier_attempts_left_a_hundred(tmp_path: Path) -> None:
+    run = golden.dead_thread()
+    assert run.status is not None
+    run.status["attempt"] = 7
+    run.write(tmp_path)
+    for number in range(100):
+        old = {"kind": "crash", "attempt": 1 + number % 6, "thread": "drafter-0", "first": True}
+        (tmp_path / "crash" / f"thread-drafter-0-{number}.json").write_bytes(line(**old))
+    newest = {"kind": "crash", "attempt": 7, "thread": "target-1", "first": True, "error": "boom"}
+    (tmp_path / "crash" / "thread-target-1.json").write_bytes(line(**newest))
+    (tmp_path / "crash" / "thread-huge.json").write_bytes(b" " * run_reader.LONGEST_LINE + line(**newest))
+    state = RunReader(tmp_path, scale=1.0).poll(NOW)
+    assert [(crash.thread, crash.error) for crash in state.crashes] == [("target-1", "boom")]
+
+
 def test_catching_up_ends_also_where_the_rest_is_gone(tmp_path: Path, reader: RunReader) -> None:
     events = tmp_path / "events.jsonl"
     events.write_bytes(step(7) * (3 * run_reader.SLICE // len(step(7))))
