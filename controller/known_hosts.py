@@ -43,18 +43,16 @@ class KnownHosts:
     """What the files of one host say about its key."""
 
     def __init__(self, settings: SshSettings, *, accept_new: bool) -> None:
-        self._files = settings.known_hosts
+        self._new_keys = settings.new_host_keys
         self._name = settings.host_key_name
         self._accept_new = accept_new or settings.strict_host_keys in ("accept-new", "no")
         self._login = settings.login
-        names = [self._name]
-        entries = [entry for path in self._files for entry in read(path)]
+        entries = [entry for path in settings.known_hosts for entry in read(path)]
         self._entries = [entry for entry in entries if matches(entry.hosts, self._name)]
+        self._portless: list[Entry] = []
         if self._name.startswith("["):  # as ssh does: a key known without the port is good too
-            names.append(self._name[1:].partition("]")[0])
-            self._portless = [entry for entry in entries if matches(entry.hosts, names[1])]
-        else:
-            self._portless = []
+            portless = self._name[1:].partition("]")[0]
+            self._portless = [entry for entry in entries if matches(entry.hosts, portless)]
 
     @property
     def key_types(self) -> list[str]:
@@ -103,9 +101,9 @@ class KnownHosts:
         )
 
     def _append(self, key: paramiko.PKey) -> None:
-        if not self._files:
+        path = self._new_keys
+        if path is None:
             return
-        path = self._files[0]
         line = f"{self._name} {key.get_name()} {key.get_base64()}\n"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -50,7 +50,9 @@ class SshSettings:
     proxy_command: str
     """Tokens expanded; empty: none."""
     known_hosts: tuple[Path, ...]
-    """The user's files first; a new key goes into the first."""
+    """The user's files, and then the machine's."""
+    new_host_keys: Path | None
+    """The user's first file; None: there is none, and a new key is written nowhere."""
     strict_host_keys: str
     """`yes`, `ask`, `accept-new` or `no`."""
     host_key_name: str
@@ -181,12 +183,11 @@ def _settings(alias: str, values: Values) -> SshSettings:
         words = [word.strip('"') for value in values.get(key, [default]) for word in value.split()]
         return [_at_home(filled(word)) for word in words if word not in ("none", "/dev/null")]
 
+    own_hosts = paths("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2")
     identities = [filled(name.strip('"')) for name in values.get("identityfile", _DEFAULT_KEYS)]
     jump, command = one("proxyjump"), one("proxycommand")
     timeout = one("connecttimeout")
-    strict = {"true": "yes", "false": "no", "off": "no"}.get(
-        one("stricthostkeychecking", "ask").lower(), one("stricthostkeychecking", "ask").lower()
-    )
+    strict = one("stricthostkeychecking", "ask").lower()
     families = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
     return SshSettings(
         alias=alias,
@@ -199,10 +200,11 @@ def _settings(alias: str, values: Values) -> SshSettings:
         proxy_jump="" if jump in _NONE else jump,
         proxy_command="" if command in _NONE else filled(command),
         known_hosts=(
-            *paths("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2"),
+            *own_hosts,
             *paths("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"),
         ),
-        strict_host_keys=strict,
+        new_host_keys=own_hosts[0] if own_hosts else None,
+        strict_host_keys={"true": "yes", "false": "no", "off": "no"}.get(strict, strict),
         host_key_name=key_alias or (hostname if port == 22 else f"[{hostname}]:{port}"),
         connect_timeout=float(timeout) if timeout.isdecimal() and timeout != "0" else None,
         address_family=families.get(one("addressfamily"), socket.AF_UNSPEC),

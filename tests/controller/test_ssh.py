@@ -77,6 +77,19 @@ def test_a_new_key_is_added_when_asked_for_and_is_known_from_then_on(
         policy(path, accept_new=True).verify(paramiko.ECDSAKey.generate())
 
 
+@pytest.mark.parametrize("nowhere", ["/dev/null", "none"])
+def test_a_new_key_is_written_nowhere_where_the_user_has_no_file_for_it(
+    config: Path, tmp_path: Path, key: paramiko.PKey, nowhere: str
+) -> None:
+    machine = tmp_path / "ssh_known_hosts"
+    machine.write_text("")
+    config.write_text(
+        f"UserKnownHostsFile {nowhere}\nGlobalKnownHostsFile {machine}\nStrictHostKeyChecking no\n"
+    )
+    KnownHosts(look_up("127.0.0.1"), accept_new=False).verify(key)
+    assert machine.read_text() == ""
+
+
 def test_the_line_of_a_changed_key_is_found_also_when_its_name_is_hashed(
     tmp_path: Path, key: paramiko.PKey
 ) -> None:
