@@ -54,7 +54,7 @@ def examine(
     """
     return [
         Check("Python", "ok", f"{answer['python']} ({host.python})"),
-        *_packages(answer["modules"], host),
+        *_packages(answer["modules"], answer["gpus"], host),
         _gpus(answer["gpus"], job),
         *_driver(answer, host),
         *_nodes(answer, host, config),
@@ -78,7 +78,7 @@ def require(checks: list[Check], host: Host) -> None:
         )
 
 
-def _packages(versions: Mapping[str, str | None], host: Host) -> Iterator[Check]:
+def _packages(versions: Mapping[str, str | None], gpus: int | str, host: Host) -> Iterator[Check]:
     todo = f"Install what is missing: dflashctl setup --host {host.name}"
     if host.kind == "local" and not host.venv:
         wanted = [f"{name}>={oldest}" for name, oldest in OLDEST.items() if name in versions]
@@ -89,8 +89,21 @@ def _packages(versions: Mapping[str, str | None], host: Host) -> Iterator[Check]
             yield Check(name, "failure", f"{name} is not installed in {host.python}", todo)
         elif _numbers(version) < _numbers(oldest):
             yield Check(name, "failure", f"{name} {version} is older than {oldest}", todo)
+        elif name == "torch" and gpus and isinstance(gpus, int) and _crashes_on_gpus(version):
+            other = f"dflashctl exec --host {host.name} -- python -m pip install 'torch>=2.11,!=2.13.0'"
+            yield Check(
+                name,
+                "warning",
+                f"torch {version} crashes on GPUs in inductor's static launcher (pytorch #190502)",
+                f"Take another release: {other}",
+            )
         else:
             yield Check(name, "ok", version)
+
+
+def _crashes_on_gpus(torch: str) -> bool:
+    """Whether it is the release of torch that must not compile for a GPU; one built for CPUs may be it."""
+    return _numbers(torch) == (2, 13, 0) and "+cpu" not in torch
 
 
 def _named(job: Job | None) -> set[str]:

@@ -22,7 +22,7 @@ JOB = Job.from_mapping(VALUES, "test")
 GOOD: dict[str, Any] = {
     "python": "3.12.1",
     "modules": {
-        "torch": "2.13.0+cu128",
+        "torch": "2.14.0+cu130",
         "transformers": "5.24.0",
         "pyarrow": "26.0.1",
         "safetensors": "0.8.0",
@@ -61,6 +61,12 @@ def test_missing_and_old_packages_fail_in_one_sentence_with_one_command() -> Non
         "box: torch is not installed in /v/bin/python; transformers 5.9.0 is older than 5.17"
     )
     assert caught.value.hint == "Install what is missing: dflashctl setup --host box"
+
+
+def test_the_release_of_torch_that_crashes_on_gpus_may_be_where_there_are_none() -> None:
+    for version, gpus in (("2.13.0", "nvidia-smi is not installed here"), ("2.13.0+cpu", 8), ("2.13.1", 8)):
+        answer = GOOD | {"modules": GOOD["modules"] | {"torch": version}, "gpus": gpus}
+        assert problems(answer) == []
 
 
 def test_a_job_that_names_gpus_needs_them() -> None:
@@ -147,6 +153,12 @@ def test_a_place_without_any_trouble_has_a_good_line_for_everything() -> None:
             "device files",
             "failure",
             "/dev/nvidia-uvm cannot be opened (Operation not permitted)",
+        ),
+        (
+            {"modules": GOOD["modules"] | {"torch": "2.13.0"}},
+            "torch",
+            "warning",
+            "torch 2.13.0 crashes on GPUs in inductor's static launcher",
         ),
         ({"torch": {"error": "ImportError: libcudart"}}, "torch's GPUs", "failure", "ImportError: libcudart"),
         (
