@@ -6,10 +6,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from textual import pilot as textual_pilot
+from textual._wait import wait_for_idle
 from textual.pilot import Pilot
 
+from controller.tui import run_screen
 from controller.tui.app import RunApp
 from tests.tui import golden
 
@@ -26,9 +30,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+async def settled(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
+    """What a pause waits for: Textual takes a process for idle that a busy machine gave no time meanwhile."""
+    await wait_for_idle(min_sleep, max_sleep)
+    for _ in range(50):  # callbacks that ask for further ones go on, however long each of them took
+        await asyncio.sleep(0)
+
+
 @pytest.fixture(autouse=True)
 def frozen_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """One time zone, no animation, colours, and a state folder of our own."""
+    """One time zone, no animation, colours, a state folder of our own, and notes that stay."""
+    monkeypatch.setattr(textual_pilot, "wait_for_idle", settled)
+    monkeypatch.setattr(run_screen, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
