@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from controller.errors import ProtocolError, RunLostError
 from controller.run_events import Event, Level
 from controller.run_reader import RunReader
+from controller.suspension import Suspension
 from controller.text import safe_line
 from controller.tui import figures
 from controller.watching import catch_up
@@ -32,22 +33,24 @@ def print_changes(directory: Path, mirror: Mirror, *, as_json: bool, out: TextIO
     told: tuple[str, int] | None = None
     catch_up(directory, mirror)  # the first line is of the run, not of the way to it
     known: set[Event] = set()
-    while True:
-        seen, running = mirror.news_count, mirror.running
-        state = reader.catch_up(time.time())
-        if told is not None:
-            for event in state.events:
-                if event not in known and event.level > Level.INFO:
-                    _tell(state, event, as_json, out)
-        known = set(state.events)
-        if told != (state.state, state.attempt):
-            told = (state.state, state.attempt)
-            _tell(state, None, as_json, out)
-        if state.ended and (state.connection == "ended" or not running):
-            return RunLostError.exit_code if state.exit_code is None else state.exit_code
-        if not running:
-            raise mirror.error or ProtocolError("the mirror ended before the run did")
-        mirror.wait_for_news(seen, 0.5)
+    with Suspension(mirror) as suspension:
+        while True:
+            suspension.check()
+            seen, running = mirror.news_count, mirror.running
+            state = reader.catch_up(time.time())
+            if told is not None:
+                for event in state.events:
+                    if event not in known and event.level > Level.INFO:
+                        _tell(state, event, as_json, out)
+            known = set(state.events)
+            if told != (state.state, state.attempt):
+                told = (state.state, state.attempt)
+                _tell(state, None, as_json, out)
+            if state.ended and (state.connection == "ended" or not running):
+                return RunLostError.exit_code if state.exit_code is None else state.exit_code
+            if not running:
+                raise mirror.error or ProtocolError("the mirror ended before the run did")
+            mirror.wait_for_news(seen, 0.5)
 
 
 def _tell(state: RunState, event: Event | None, as_json: bool, out: TextIO) -> None:

@@ -80,6 +80,12 @@ mirror.stop()
 sys.exit(code)
 """
 
+WATCHER = FOLLOWER.replace("controller.logs import follow_log", "controller.changes import print_changes")
+WATCHER = WATCHER.replace(
+    "follow_log(Path(sys.argv[1]), follow=True, tail=None, out=sys.stdout.buffer, mirror=mirror)",
+    "print_changes(Path(sys.argv[1]), mirror, as_json=False, out=sys.stdout)",
+)
+
 
 class Run:
     """A run directory on `the container`, and its mirror folder on `the laptop`."""
@@ -389,6 +395,23 @@ def test_a_follower_that_is_suspended_gives_the_lock_away_and_misses_nothing(run
     assert follower.stdout.read() == b"after\n"
     assert follower.wait(60) == 0
     run.assert_extents_hold()
+
+
+def test_a_watch_that_is_suspended_gives_the_lock_away_too(run: Run) -> None:
+    watcher = run.holder(WATCHER)
+    assert watcher.stdout is not None
+    assert b" run-1 " in watcher.stdout.readline()
+    os.kill(watcher.pid, signal.SIGTSTP)
+    stopped, status = os.waitpid(watcher.pid, os.WUNTRACED)
+    assert (stopped, os.WIFSTOPPED(status)) == (watcher.pid, True)
+    other = run.mirror()
+    other.start()
+    until(lambda: other.holds_lock)
+    other.stop()
+    os.kill(watcher.pid, signal.SIGCONT)
+    run.end()
+    assert b" FINISHED" in watcher.stdout.read()
+    assert watcher.wait(60) == 0
 
 
 def test_a_log_that_is_renamed_away_is_printed_to_its_last_byte_before_the_new_one(run: Run) -> None:
