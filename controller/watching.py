@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from controller.errors import NotInTimeError
+from controller.errors import NotInTimeError, ProtocolError
 from controller.mirror import Mirror
 from controller.mirror_reader import MirrorReader
 from controller.place import open_place
@@ -68,15 +68,16 @@ def wait_for(
     reader = RunReader(directory)
     deadline = time.monotonic() + limit_s
     while True:
-        seen = mirror.news_count
+        seen, running = mirror.news_count, mirror.running
         state = reader.catch_up(time.time())
         if found(state):
             return state
-        if state.ended and (state.connection == "ended" or time.monotonic() > deadline):
+        late = time.monotonic() > deadline
+        if state.ended and (state.connection == "ended" or late):
             return state  # whole, if it could be had
-        if not mirror.running and mirror.error is not None:
-            raise mirror.error
-        if time.monotonic() > deadline:
+        if not running:
+            raise mirror.error or ProtocolError("the mirror ended before the run did")
+        if late:
             how = state.health.headline
             raise NotInTimeError(
                 f"{state.run_id}: {what} did not come within {limit_s:.0f} s ({how})",

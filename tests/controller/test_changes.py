@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from controller.changes import print_changes
+from controller.errors import ProtocolError
 from controller.mirror import Mirror
+from controller.watching import wait_for
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
 
 
@@ -27,6 +30,18 @@ def ended() -> Remote:
     remote.small["progress.json"] = b'{"kind":"progress","attempt":1,"step":7,"steps":9,"loss":1.5}\n'
     remote.supervisor = remote.trainer = "gone"
     return remote
+
+
+def test_whoever_waits_for_a_run_hears_at_once_that_its_mirror_has_ended_before_it(tmp_path: Path) -> None:
+    folder = mirror_folder(tmp_path / "mirror")
+    (folder / "mirror.json").write_text('{"state":"ended","complete":true,"files":{}}')
+    (folder / "status.json").write_text('{"kind":"status","attempt":1,"state":"running"}')
+    mirror = Mirror(folder, place_opener=Line(Remote()).open, timing=TIMING)
+    mirror.start()
+    begun = time.monotonic()
+    with pytest.raises(ProtocolError, match="the mirror ended before the run did"):
+        wait_for(folder, mirror, lambda state: False, limit_s=60, what="its end")
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("as_json", [False, True])
