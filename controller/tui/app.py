@@ -23,6 +23,8 @@ from typing import ClassVar
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 from textual.screen import Screen
 
@@ -33,6 +35,7 @@ from controller.mirror import Mirror
 from controller.run_state import RunState
 from controller.tui import themes
 from controller.tui.crash_report import write_report
+from controller.tui.driver import PatientDriver
 from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
@@ -136,6 +139,11 @@ class RunApp(RunActions):
         """Say something for some seconds."""
         self._run_screen.say(note, 6.0)
 
+    def get_driver_class(self) -> type[Driver]:
+        """Textual's own, but where ours does the same."""
+        driver = super().get_driver_class()
+        return PatientDriver if driver is LinuxDriver else driver
+
     def get_line_filters(self) -> list[LineFilter]:
         """The filters of Textual, and that of the light theme."""
         filters = list(super().get_line_filters())
@@ -146,11 +154,8 @@ class RunApp(RunActions):
         if self._period_s is not None:
             self._mind_signals()  # before anything is drawn
         await self.push_screen(self._run_screen)  # and not as the default one, which cannot be switched
-        self.call_after_refresh(self._open_log)
-        if self._period_s is None:
-            self.call_after_refresh(self.tick)
-        else:
-            self.call_after_refresh(self._ticker.start)
+        self._begin_reading()
+        if self._period_s is not None:
             self.set_interval(2 * self._period_s, self._watch_reader)
 
     def on_unmount(self) -> None:
@@ -162,8 +167,10 @@ class RunApp(RunActions):
         self._show(self._ticker.tick())
         self._run_screen.log_view.tick()
 
-    def _open_log(self) -> None:
-        self._run_screen.log_view.open(self._directory, threaded=self._period_s is not None)
+    def _begin_reading(self) -> None:
+        threaded = self._period_s is not None
+        self.call_after_refresh(lambda: self._run_screen.log_view.open(self._directory, threaded=threaded))
+        self.call_after_refresh(self._ticker.start if threaded else self.tick)
 
     def _begin_mirror(self) -> None:
         assert self._opener is not None
@@ -230,11 +237,7 @@ class RunApp(RunActions):
         self._ticker = self._new_ticker(directory)
         self._run_screen = RunScreen(self._keys)
         self.switch_screen(self._run_screen)
-        self.call_after_refresh(self._open_log)
-        if self._period_s is None:
-            self.call_after_refresh(self.tick)
-        else:
-            self.call_after_refresh(self._ticker.start)
+        self._begin_reading()
         if trouble:
             self.call_after_refresh(self.say, trouble)
 
@@ -316,9 +319,8 @@ class RunApp(RunActions):
             if directory is not None:
                 self.call_later(self.look_at_run, directory)  # once the picker is gone
 
-        period = None if self._period_s is None else PERIOD_S
         self.push_screen(
-            RunPicker(self._directory, self._opener, clock=self._clock, period_s=period), answered
+            RunPicker(self._directory, self._opener, clock=self._clock, period_s=self._period_s), answered
         )
 
     def action_gpus(self, rows: int) -> None:
