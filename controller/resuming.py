@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LaunchError, LocalStateError, UsageError
 from controller.launch import Progress, Say, examination, of_this_attempt, prepare
-from controller.mirror_files import MirrorFiles
+from controller.mirror_files import MIRROR, MirrorFiles
 from controller.place import open_place
 from controller.run_place import RunPlace, answer_of, by
 from controller.run_records import table, text, whole
@@ -98,7 +99,8 @@ def changed_job(path: Path, changes: Mapping[str, Any], say: Say) -> Job:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LocalStateError(
-            f"{path}: the run's job cannot be read ({error})", "`dflashctl status` of the run fetches it."
+            f"{path}: the run's job cannot be read ({error})",
+            f"To have it copied anew: rm {shlex.quote(str(path.with_name(MIRROR)))} ; then dflashctl status.",
         ) from error
     try:
         before = Job.from_mapping(values, str(path))
@@ -113,7 +115,8 @@ def changed_job(path: Path, changes: Mapping[str, Any], say: Say) -> Job:
     if refused:
         raise UsageError(
             f"a resumed run keeps its job; {', '.join(refused)} cannot change",
-            f"What may change: {', '.join(resumable_keys())}. Another job is another run: dflashctl launch",
+            f"What may change: {', '.join(resumable_keys())}; and drafters, with as many rows a step. Another"
+            " job is another run: dflashctl launch",
         )
     return after
 

@@ -34,5 +34,6 @@ def report(
     with mirrored(directory, once=True) as mirror:
         catch_up(directory, mirror)
     target = write_report(directory, out)
-    say(f"written to {target.resolve()} ({target.stat().st_size >> 10} KiB)")
+    say(f"written, {target.stat().st_size >> 10} KiB:")
+    print(target.resolve())
     return 0

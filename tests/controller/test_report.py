@@ -181,6 +181,8 @@ def test_the_command_writes_it_and_says_where(
     ).write(directory)  # fmt: skip
     target = tmp_path / "page.html"
     assert main(["report", "1129", "--out", str(target)]) == 0
-    assert f"written to {target}" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.out == f"{target}\n"
+    assert said.err.startswith("written, ")
     assert "✓ FINISHED" in Page(target.read_text()).text
     assert main(["report", "nothing-like-it"]) == UsageError.exit_code
