@@ -289,7 +289,7 @@ def _refused(place: Place, error: str, record: dict[str, Any], python: str) -> E
     if error == "workspace":
         return PayloadEnvironmentError(
             f"{place.name}: the workspace {place.workspace} cannot be used: {text}",
-            "Mount or make it writable there, or name another `workspace` in hosts.toml.",
+            "Mount it there, make room in it or make it writable; or name another `workspace` in hosts.toml.",
         )
     return ShipError(f"{place.name}: the payload did not arrive whole: {text}", "Try again.")
 
