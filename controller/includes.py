@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +70,8 @@ def _files(path: Path) -> list[tuple[Path, str]]:
 
 def _included(file: Path, name: str) -> Included:
     try:
+        if not stat.S_ISREG(file.stat().st_mode):  # reading a pipe would wait, and it could not be read again
+            raise UsageError(f"--include {file}: is no plain file")
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             return Included(file, name, os.fstat(stream.fileno()).st_size, digest)

@@ -60,7 +60,11 @@ def sweep(payloads: str) -> None:
 
     for name in os.listdir(payloads):  # noqa: PTH208
         path = payloads + "/" + name
-        if name.startswith(".incoming-") and time.time() - os.stat(path).st_mtime > STALE_S:  # noqa: PTH116
+        try:
+            stale = name.startswith(".incoming-") and time.time() - os.stat(path).st_mtime > STALE_S  # noqa: PTH116
+        except FileNotFoundError:  # another launch removes it too
+            continue
+        if stale:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -157,6 +157,11 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
         (["launch", "--job", "JOB", "--set", "steps"], 64, ["--set 'steps': expected key=value"]),
         (["launch", "--job", "JOB", "--set", "steps=many"], 64, ["steps = 'many': expected a whole number"]),
         (["doctor", "--set", "steps=1"], 64, ["--set changes a job, and --job names none"]),
+        (
+            ["launch", "--dry-run", "--job", "JOB", "--include", "/dev/null"],
+            64,
+            ["/dev/null: is no plain file"],
+        ),
         (["logs"], 64, ["no run is known on this machine"]),
         (["status", "demo"], 64, ["no run 'demo': none is known"]),
         (["stop"], 64, ["no run is known on this machine"]),

@@ -150,6 +150,7 @@ def test_old_half_transfers_are_swept(package: Path, place: Place) -> None:
         (payloads / f".incoming-{name}").mkdir(parents=True)
         then = (payloads / f".incoming-{name}").stat().st_mtime - age
         os.utime(payloads / f".incoming-{name}", (then, then))
+    (payloads / ".incoming-gone").symlink_to("as one that another launch removes meanwhile")
     ship(place, pack(package), [])
     assert not (payloads / ".incoming-old").exists()
     assert (payloads / ".incoming-new").exists()
