@@ -88,14 +88,14 @@ def ask_torch(python: Sequence[str] = (sys.executable,), patience: float = _TORC
     """`version`, `cuda`, `devices` as torch itself says, or `error`, in one sentence."""
     try:
         ask = [*python, "-c", _ASK_TORCH]
-        status, output = run_within(patience, ask, stderr=subprocess.DEVNULL, cwd="/")
+        done = run_within(patience, ask, stderr=subprocess.DEVNULL, cwd="/")
     except subprocess.TimeoutExpired:
         return {"error": f"`import torch` and a first tensor took more than {patience:g} s"}
     with suppress(ValueError, IndexError):
-        said = json.loads(output.splitlines()[-1])
+        said = json.loads(done.stdout.splitlines()[-1])
         if isinstance(said, dict):
             return said
-    return {"error": f"`import torch` ended with exit status {status}"}
+    return {"error": f"`import torch` ended with exit status {done.returncode}"}
 
 
 def _memory() -> dict[str, Any]:

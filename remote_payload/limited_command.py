@@ -19,8 +19,8 @@ def run_within(
     *,
     stderr: int = subprocess.STDOUT,
     cwd: str | None = None,
-) -> tuple[int, bytes]:
-    """The exit status of `argv` and what it wrote to stdout (and to stderr, if not told otherwise).
+) -> subprocess.CompletedProcess[bytes]:
+    """Run `argv`; stderr goes where stdout goes, if not told otherwise.
 
     After `patience` seconds it is killed, with all of its session, and left to itself. Raises
     subprocess.TimeoutExpired then, and OSError when it cannot be run.
@@ -34,12 +34,12 @@ def run_within(
         cwd=cwd,
     )
     try:
-        output = process.communicate(timeout=patience)[0]
+        output, errors = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdout is not None
-        process.stdout.close()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
         process.returncode = -signal.SIGKILL  # nobody waits for it, and Popen would warn of that
         raise
-    return process.returncode, output
+    return subprocess.CompletedProcess(argv, process.returncode, output, errors)

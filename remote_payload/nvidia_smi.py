@@ -24,12 +24,12 @@ def ask(arguments: Sequence[str], *, command: str = COMMAND, patience: float = P
     if shutil.which(command) is None:
         raise NvidiaSmiError(f"{command} is not installed here")
     try:
-        status, output = run_within(patience, [command, *arguments])
+        done = run_within(patience, [command, *arguments])
     except subprocess.TimeoutExpired:
         raise NvidiaSmiError(f"{command} gave no answer for {patience:g} s") from None
     except OSError as error:  # of another C library than the container's, for one
         raise NvidiaSmiError(f"{command} cannot be run ({error.strerror})") from error
-    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
-    if status:
-        raise NvidiaSmiError(lines[0] if lines else f"{command} ended with exit status {status}")
+    lines = [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+    if done.returncode:
+        raise NvidiaSmiError(lines[0] if lines else f"{command} ended with exit status {done.returncode}")
     return lines

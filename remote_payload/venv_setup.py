@@ -211,8 +211,7 @@ class _Setup:
             return None
         ask = [str(self._python), "-I", "-c", _LIST_PACKAGES]
         try:
-            _, output = run_within(_LOOK_S, ask, stderr=subprocess.DEVNULL)
-            found, damaged = json.loads(output)
+            found, damaged = json.loads(run_within(_LOOK_S, ask, stderr=subprocess.DEVNULL).stdout)
         except subprocess.TimeoutExpired:
             raise SetupError(
                 f"{self._python} gave no list of its packages for {_LOOK_S:g} s",

@@ -11,7 +11,6 @@ something follows it. Then no mask is right (NeMo #3605), and the conversation i
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 from jinja2 import TemplateError
+
+from remote_payload.tools.text_files import json_lines
 
 NAMED = 10
 """Conversations that are named for each reason."""
@@ -67,20 +68,8 @@ class Prepared:
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Every conversation of the file. Raises ValueError that names the file and the line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text: {error.reason}") from error
     found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: line {number} is no JSON: {error}") from error
+    for number, record in json_lines(path):
         messages: Any = record.get("messages") if isinstance(record, dict) else None
         good = isinstance(messages, list) and all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)

@@ -42,9 +42,9 @@ _ALIGNED = 16
 
 
 def end_tokens(model: Any) -> set[int]:
-    """The ids at which the target stops by itself."""
+    """The ids at which the target stops by itself; none where it knows no end."""
     ids = model.generation_config.eos_token_id
-    return set(ids if isinstance(ids, list) else [ids])
+    return set(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
 def generate_greedy(

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from remote_payload.job import Job
+from remote_payload.job_key import toml
 from remote_payload.tools.export_check import Check
 from remote_payload.train.drafter import DrafterConfig
 
@@ -162,7 +163,7 @@ def _measured(card: Card) -> list[str]:
 def _training(card: Card) -> list[str]:
     data = card.dataset
     recipe = [
-        f"{field.name} = {json.dumps(getattr(card.job, field.name), ensure_ascii=False)}"
+        f"{field.name} = {toml(getattr(card.job, field.name))}"
         for field in dataclasses.fields(Job)
         if field.name not in RECIPE_LEFT_OUT
     ]

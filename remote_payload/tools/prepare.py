@@ -47,7 +47,7 @@ from remote_payload.tools.conversations import Prepared, prepare_conversations, 
 from remote_payload.tools.generation import end_tokens, greedy
 from remote_payload.tools.prompts import Prompt, read_prompts
 from remote_payload.tools.repetition import judge
-from remote_payload.tools.shards import COMMAND, SHARD, merge, write_table
+from remote_payload.tools.shards import COMMAND, SHARD, make_folder, merge, write_table
 from remote_payload.tools.subject import device_name, shard_of
 from remote_payload.train.devices import DTYPES, compute_dtype, dtype_name, resolve_devices
 from remote_payload.train.model_source import resolve_model
@@ -134,7 +134,7 @@ def answer_all(
     random.Random(0).shuffle(later)
     ends = end_tokens(model)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - ends
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
     continued = greedy(model, pad, log)
     answers: dict[int, Answer] = {}
     begun = tokens = 0
@@ -238,10 +238,7 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
     for name in ("max_new_tokens", "batch_size"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
+    make_folder(arguments.out)
     shard, shards = arguments.shard
     count, prompts = len(prompts), prompts[shard::shards]
     if not prompts:
@@ -279,10 +276,7 @@ def prepare(arguments: argparse.Namespace, command: str, log: Log) -> list[Answe
 def prepare_given(arguments: argparse.Namespace, command: str, log: Log) -> Prepared:
     """Tokens and loss masks of conversations that are answered already. ValueError for what a user gave."""
     given = read_conversations(arguments.conversations)
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {arguments.out}: {error.strerror}") from error
+    make_folder(arguments.out)
     source = resolve_model(arguments.target, arguments.cache, log)
     tokenizer = load_tokenizer(arguments.target, source)
     ends = special_ids(source, read_config(source))["eos_token_id"]

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import remote_payload
+from remote_payload import rundir
+from remote_payload.limited_command import run_within
 
 LIMIT_S = 240.0
 """Seconds a mode may take: it compiles from nothing, on a machine that may be busy."""
@@ -96,17 +98,13 @@ def _in_process(mode: Mode, device: str, limit: float) -> dict[str, Any]:
     given = json.dumps(dataclasses.asdict(mode))
     command = [sys.executable, str(Path(remote_payload.__file__).parent), "probe-mode", given, device]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        done = run_within(limit, command, stderr=subprocess.PIPE)
     except subprocess.TimeoutExpired:
         return {"failure": f"not done after {limit:.0f} s"}
-    for line in reversed(done.stdout.splitlines()):
-        try:
-            outcome = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(outcome, dict):
-            return outcome
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    outcomes, _ = rundir.read_records(done.stdout.splitlines())
+    if outcomes:
+        return outcomes[-1]
+    said = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
     return {"failure": f"the process ended with {done.returncode}: {said[-1] if said else 'it said nothing'}"}
 
 

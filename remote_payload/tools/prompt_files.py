@@ -9,7 +9,6 @@ only what stands before its first answer is a prompt, since the answers are to b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from remote_payload.tools.prompts import read_prompts
+from remote_payload.tools.text_files import json_lines
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.evaluation import HeldOutPrompt, held_out_prompts
 
@@ -68,28 +68,15 @@ def _toml(path: Path) -> list[tuple[str, str, list[Message]]]:
 
 
 def _json_lines(path: Path) -> list[tuple[str, str, list[Message]]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text: {error.reason}") from error
     found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: {where} is no JSON: {error}; expected one object a line") from error
+    for number, record in json_lines(path):
         kind, messages = _message_list(record)
         if messages is None:
             raise ValueError(
-                f'{path}: {where}: expected a string, {{"prompt": "..."}} or {{"messages": [{{"role": ...,'
-                f' "content": ...}}, ...]}} with a turn of the user before any answer'
+                f'{path}: line {number}: expected a string, {{"prompt": "..."}} or {{"messages": [{{"role":'
+                f' ..., "content": ...}}, ...]}} with a turn of the user before any answer'
             )
-        found.append((where, kind, messages))
+        found.append((f"line {number}", kind, messages))
     if not found:
         raise ValueError(f"{path}: holds no prompts")
     return found

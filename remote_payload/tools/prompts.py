@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from remote_payload.tools.text_files import read_text
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -35,11 +37,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     an empty or repeated prompt, a held-out topic that no prompt has, nothing left to train on.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text: {error.reason}") from error
+        document = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: is not TOML: {error}") from error
     for key in document:

@@ -17,12 +17,28 @@ COMMAND = "command"
 
 
 def write_table(path: Path, table: pa.Table, metadata: dict[str, str]) -> None:
-    """Write a table as one Arrow IPC file, complete or not at all; `metadata` is the schema's."""
+    """Write a table as one Arrow IPC file, complete or not at all; `metadata` is the schema's.
+
+    Raises ValueError when the disk refuses it.
+    """
     table = table.replace_schema_metadata(metadata)
     partial = path.with_name(f".{path.name}.partial")
-    with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    partial.replace(path)
+    try:
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of a data set. Raises ValueError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from error
 
 
 def merge(folders: Sequence[Path], out: Path, command: str) -> dict[str, int]:
@@ -53,7 +69,7 @@ def merge(folders: Sequence[Path], out: Path, command: str) -> dict[str, int]:
                 f"{name}: the shares are {', '.join(shards)}; expected each of {', '.join(wanted)} once"
             )
         table = pa.concat_tables(found).combine_chunks()
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         write_table(out / name, table, about[0] | {COMMAND: " && ".join([*commands, command])})
         rows[name] = table.num_rows
     return rows

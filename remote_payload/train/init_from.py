@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from remote_payload.job import JobError
+from remote_payload.job_key import toml
 from remote_payload.train.drafter import Drafter, DrafterConfig
 from remote_payload.train.released import CONFIG, read_config, read_released
 
@@ -54,4 +55,4 @@ def load_initial(drafter: Drafter, path: Path) -> None:
 
 
 def _toml(value: object) -> str:
-    return str(list(value) if isinstance(value, tuple) else value)
+    return toml(list(value) if isinstance(value, tuple) else value)

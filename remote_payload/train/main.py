@@ -164,8 +164,7 @@ class Trainer:
             self._control.abort()
 
     def _record_crash(self, error: BaseException, status: ThreadStatus, first: bool) -> None:
-        device = torch.device(status.device)
-        memory = torch.cuda.memory_summary(device, abbreviated=True) if device.type == "cuda" else None
+        memory = memory_of(torch.device(status.device))
         if first:
             crash.dump_stacks(self._run_dir, f"{status.name} failed")
         name = crash.write_thread(
@@ -294,6 +293,16 @@ def keep_caches(workspace: Path) -> None:
 def set_cpu_threads(checked: job.Job) -> None:
     """All cores for one operation: workers on the CPU take turns. Set before any starts, never again."""
     torch.set_num_threads(checked.cpu_threads or len(os.sched_getaffinity(0)))
+
+
+def memory_of(device: torch.device) -> str | None:
+    """What a GPU's memory is used for, in words, also of one that is lost; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.memory_summary(device, abbreviated=True)
+    except RuntimeError as error:
+        return f"not known ({crash.one_line(error)})"
 
 
 def log(text: str) -> None:

@@ -96,6 +96,8 @@ def prepare(
     taps = tuple(job.tap_layers) or choose_taps(text.num_hidden_layers, job.taps)
     if max(taps) >= text.num_hidden_layers or min(taps) < 0:
         raise JobError(f"tap_layers = {list(taps)}: the target has layers 0 to {text.num_hidden_layers - 1}")
+    if len(set(taps)) < len(taps):
+        raise JobError(f"tap_layers = {list(taps)}: names a layer twice; expected each once")
     config = DrafterConfig.for_target(
         text, layers=job.layers, tap_layers=taps, block_size=job.block_size, mask_token_id=job.mask_token_id
     )

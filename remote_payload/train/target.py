@@ -9,6 +9,7 @@ Shapes: B rows, L tokens, D width, W = taps * D.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -20,7 +21,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from remote_payload.crash import one_line
 from remote_payload.job import JobError
@@ -318,11 +319,16 @@ def _loader(config: Any) -> Any:
 def special_ids(source: str | Path, config: Any) -> dict[str, set[int]]:
     """Ids that end or pad a text, by name: what a mask token must never be. Raises JobError."""
     found: dict[str, set[int]] = {}
+    extra: dict[str, Any] = {}
     generation = Path(source) / "generation_config.json"
     try:
-        extra = json.loads(generation.read_text()) if generation.is_file() else {}
+        if generation.is_file():
+            extra = json.loads(generation.read_text())
     except (OSError, ValueError) as error:
         raise JobError(f"{generation}: cannot be read: {one_line(error)}") from error
+    if not Path(source).is_dir():
+        with contextlib.suppress(OSError):  # many models of the hub have none
+            extra = GenerationConfig.from_pretrained(str(source)).to_dict()
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         for value in (getattr(config, name, None), extra.get(name)):
             ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,6 +1,7 @@
 """The data set maker: prompts file, greedy answers, what is kept, what is written."""
 
 import itertools
+import json
 import re
 import shutil
 import time
@@ -377,6 +378,7 @@ def test_shares_that_are_missing_there_twice_or_of_other_data_are_refused(
         (["--shard", "4/5"], "has 4 prompts, none for it"),
         (["--out", "/dev/null/data"], "--out /dev/null/data: Not a directory"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["--out", "{tmp}/taken"], "taken/train.arrow: cannot be written (Is a directory)"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_sentence(
@@ -386,10 +388,24 @@ def test_bad_input_ends_with_code_2_and_one_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "taken" / "train.arrow").mkdir(parents=True)
+    change = [word.format(tmp=tmp_path) for word in change]
     assert run(target, write(tmp_path, PROMPTS), tmp_path / "out", *change) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
+    said = [line for line in error.splitlines() if line and "Loading weights" not in line]
+    assert len(said) == 1
+
+
+def test_a_target_that_knows_no_end_of_text_answers_up_to_the_limit(target: Path, tmp_path: Path) -> None:
+    endless = shutil.copytree(target, tmp_path / "endless")
+    (endless / "generation_config.json").write_text("{}")
+    config = json.loads((endless / "config.json").read_text())
+    (endless / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    out = tmp_path / "out"
+    assert run(endless, write(tmp_path, PROMPTS), out) == 0
+    with pa.memory_map(str(out / "held_out.arrow")) as source:
+        assert pa.ipc.open_file(source).read_all()["truncated"].to_pylist() == [True]
 
 
 def test_a_target_that_lacks_its_head_is_refused_and_not_asked_with_a_random_one(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import remote_payload
+from remote_payload import limited_command
 from remote_payload.tools import probe
 from remote_payload.train import execution, fp8
 
@@ -42,13 +43,13 @@ def test_a_cpu_is_probed_by_what_it_has() -> None:
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Programs that stand in for the process of a mode, by mode."""
     programs: dict[str, str] = {}
-    run = subprocess.run
+    run = limited_command.run_within
 
-    def stand_in(command: list[str], **options: Any) -> Any:
+    def stand_in(limit: float, command: list[str], **options: Any) -> Any:
         mode = json.loads(command[3])["mode"]
-        return run([sys.executable, "-c", programs[mode]], **options)
+        return run(limit, [sys.executable, "-c", programs[mode]], **options)
 
-    monkeypatch.setattr(subprocess, "run", stand_in)
+    monkeypatch.setattr(probe, "run_within", stand_in)
     return programs
 
 

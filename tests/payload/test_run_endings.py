@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from remote_payload import rundir
 from remote_payload.train import checkpoint
+from remote_payload.train.main import Trainer
+from remote_payload.train.run_control import ThreadStatus
 from tests.payload.trial import Trial
 
 pytestmark = pytest.mark.slow
@@ -67,8 +70,8 @@ FAULTS = {
 def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_every_threads_stack(
     tmp_path: Path, thread: str
 ) -> None:
-    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, drafters=["cpu"] * 2)
-    started = time.monotonic()
+    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, drafters=["cpu"] * 2, crash_grace=60.0)
+    started = time.time()
     assert trial.fork(functools.partial(fail_at, *FAULTS[thread], raise_broken)) == 1
     (crash,) = trial.crashes()
     role = thread.split("-")[0]
@@ -79,12 +82,12 @@ def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_eve
     assert (crash["role"], crash["first"], crash["attempt"]) == (role, True, 1)
     assert crash["error"].endswith("Broken: on purpose")
     assert "ValueError: the cause" in crash["traceback"] and "raise_broken" in crash["traceback"]
-    assert time.time() - crash["t"] < 10 + time.monotonic() - started
+    assert started < crash["t"] < time.time()
     stacks = (trial.run_dir / rundir.CRASH / f"stacks-{crash['thread']}-failed.txt").read_text()
     assert stacks.count("Thread 0x") >= 6
     end = trial.exit
     assert (end["outcome"], end["exit_code"]) == ("crashed", 1) and end["error"].endswith("on purpose")
-    assert end["t"] - crash["t"] < 10
+    assert end["t"] - crash["t"] < 30, "nobody waited for the grace to be over"
     (event,) = trial.events("crash")
     assert event["first"] is True and event["file"].startswith("thread-")
     assert event["thread"] == crash["thread"] and event["error"] == crash["error"]
@@ -130,7 +133,7 @@ def break_both_targets() -> None:
 
 
 def test_a_thread_that_will_not_end_is_left_behind_after_the_grace_with_its_stack(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, crash_grace=0.5, held_out="")
+    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, crash_grace=3.0, held_out="")
     assert trial.fork(hang_and_fail) == 1
     assert trial.exit["outcome"] == "crashed"
     stacks = (trial.run_dir / rundir.CRASH / "stacks-threads-did-not-end.txt").read_text()
@@ -145,7 +148,7 @@ def hang_and_fail() -> None:
 
 
 def test_a_checkpoint_that_a_disk_never_takes_is_left_behind_too(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, steps=LONG, crash_grace=0.5, held_out="", checkpoint_every=2)
+    trial = Trial(tmp_path, steps=LONG, crash_grace=3.0, held_out="", checkpoint_every=2)
     assert trial.fork(hang_while_saving_and_fail) == 1
     assert trial.exit["outcome"] == "crashed" and trial.exit["error"].endswith("on purpose")
     assert "are left behind: saver" in trial.log
@@ -193,6 +196,19 @@ def fail_with_a_full_disk(module: str, name: str) -> None:
 
     crash.write_thread = full  # type: ignore[assignment]
     fail_at(module, name, 1, raise_broken)
+
+
+def test_a_failure_on_a_gpu_that_says_nothing_of_its_memory_any_more_has_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: GPU is lost")
+
+    monkeypatch.setattr(torch.cuda, "memory_summary", lost)
+    trial = Trial(tmp_path)
+    Trainer(trial.run_dir, 1)._fail(Broken("on purpose"), ThreadStatus("drafter-0", "drafter", "cuda:0"))
+    (crash,) = trial.crashes()
+    assert crash["memory"] == "not known (RuntimeError: CUDA error: GPU is lost)"
 
 
 def test_a_run_whose_log_and_events_find_no_room_trains_to_its_end(tmp_path: Path) -> None:
@@ -267,6 +283,7 @@ def test_a_checkpoint_is_written_on_sigusr2_and_stacks_on_sigusr1_and_training_g
     trial.signal(signal.SIGUSR1)
     request = trial.run_dir / rundir.CRASH / "stacks-request.txt"
     trial.wait_for(lambda: request.exists() and request.read_text().count("Thread 0x") >= 3)
+    trial.wait_for(lambda: trial.progress["step"] > event["step"])
     trial.signal(signal.SIGTERM)
     assert trial.finish() == 3
     assert [event["request"] for event in trial.events("request")] == ["checkpoint", "stop"]

@@ -104,6 +104,7 @@ REFUSED: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no such gpu": (of(targets=["cuda:99"]), r"device 'cuda:99' is not there"),
     "no such model": (of(target="no/such/folder/at/all"), r"target 'no/such/folder/at/all'"),
     "tap outside": (of(tap_layers=[1, 6]), r"tap_layers = \[1, 6\]: the target has layers 0 to 5"),
+    "tap twice": (of(tap_layers=[1, 3, 1]), r"tap_layers = \[1, 3, 1\]: names a layer twice"),
     "too many taps": (of(taps=5), r"taps = 5: a target of 6 layers has too few"),
     "layer to copy outside": (of(init_from_target=[17]), r"init_from_target names layer 17"),
     "no held-out file": (of(held_out="nowhere.arrow"), r"nowhere\.arrow: there is no such file"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from remote_payload.job import JobError
@@ -209,6 +210,25 @@ def test_special_ids_come_from_config_and_generation_config(tmp_path: Path) -> N
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9], "pad_token_id": 5}))
     found = special_ids(tmp_path, read_config(tmp_path))
     assert found == {"eos_token_id": {1, 9}, "pad_token_id": {0, 5}, "bos_token_id": {2}}
+
+
+def test_a_target_of_the_hub_has_the_special_ids_of_its_generation_config_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen's pad and second end of text stand there alone, and a mask token must be neither."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    kept = tmp_path / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    write_target(kept / "snapshots" / "abc")
+    generation = kept / "snapshots" / "abc" / "generation_config.json"
+    config = read_config(Path("org/name"))
+    generation.write_text(json.dumps({"eos_token_id": [1, 9], "pad_token_id": 5}))
+    assert special_ids(Path("org/name"), config)["eos_token_id"] == {1, 9}
+    assert special_ids(Path("org/name"), config)["pad_token_id"] == {0, 5}
+    generation.unlink()
+    assert special_ids(Path("org/name"), config)["eos_token_id"] == {1}
 
 
 def test_a_damaged_generation_config_is_refused_by_name(tmp_path: Path) -> None:
