@@ -11,7 +11,7 @@ from controller.errors import ConnectionLostError, DflashctlError, LocalStateErr
 from controller.frames import FrameDecoder
 from controller.place import Process
 from controller.text import last_line
-from controller.timing import SCALE_VARIABLE, Timing
+from controller.timing import Timing
 from remote_payload import rundir
 
 
@@ -36,9 +36,7 @@ class FeedCommand:
                     f"{path}: no {key!r}; the file is absent or was not written by a launch",
                     "without it nobody knows where the run is; launch anew",
                 )
-        argv = [place["python"], "-S", f"{place['payload_dir']}/remote_payload"]
-        if timing.scale != 1:
-            argv = ["env", f"{SCALE_VARIABLE}={timing.scale:g}", *argv]
+        argv = timing.command([place["python"], "-S", f"{place['payload_dir']}/remote_payload"])
         log = place.get("log_path")
         if isinstance(log, str):
             return cls(log, [*argv, "feed-log", log, nonce], True)

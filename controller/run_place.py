@@ -18,7 +18,7 @@ from controller.inventory import Host
 from controller.narration import detail
 from controller.place import Completed, Place
 from controller.text import last_line
-from controller.timing import SCALE_VARIABLE, Timing
+from controller.timing import Timing
 from remote_payload import rundir
 
 COMMAND_S: Final = 60.0
@@ -70,8 +70,7 @@ class RunPlace(BaseModel):
 def payload_argv(place: Place, payload_dir: str, command: Sequence[str]) -> list[str]:
     """What runs `command` of the payload in `place`, on clocks as fast as ours."""
     argv = [place.python, f"{payload_dir}/remote_payload", *command]
-    scale = Timing.from_environment().scale
-    return argv if scale == 1 else ["env", f"{SCALE_VARIABLE}={scale:g}", *argv]
+    return Timing.from_environment().command(argv)
 
 
 def payload_command(place: Place, payload_dir: str, command: Sequence[str], stdin: bytes = b"") -> Completed:

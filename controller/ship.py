@@ -23,7 +23,7 @@ from controller.errors import ConnectionLostError, PayloadEnvironmentError, Ship
 from controller.narration import detail
 from controller.place import Completed
 from controller.text import last_line
-from controller.timing import SCALE_VARIABLE, Timing
+from controller.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,9 +155,7 @@ def start(
     """
     text = Path(receiver.__file__).read_text(encoding="utf-8")
     head = [python or place.python, "-I", "-c", text, place.workspace, payload.digest, str(len(payload.tar))]
-    scale = Timing.from_environment().scale
-    argv = head if scale == 1 else ["env", f"{SCALE_VARIABLE}={scale:g}", *head]
-    process = place.start([*argv, *command])
+    process = place.start(Timing.from_environment().command([*head, *command]))
     lines = _Lines(process)
     try:
         first = lines.next(ANSWER_S)
