@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from controller import figures
 from controller.errors import ProtocolError, RunLostError
 from controller.run_events import Event, Level
 from controller.run_reader import RunReader
 from controller.suspension import Suspension
 from controller.text import safe_line
-from controller.tui import figures
 from controller.watching import catch_up
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ShipError, UsageError
+from controller.figures import amount
 from controller.place import Command, Place
 from controller.ship import Payload, start
 from controller.text import safe_line
-from controller.tui.figures import amount
 from remote_payload.job import Job
 
 PREFIX: Final = "include:"

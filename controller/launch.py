@@ -24,6 +24,7 @@ from controller.errors import (
     LocalStateError,
     PayloadEnvironmentError,
 )
+from controller.figures import amount
 from controller.gpu_claims import conflicts, living, wants_gpus
 from controller.includes import Included, collect, located, send
 from controller.inventory import Host
@@ -32,7 +33,6 @@ from controller.run_place import COMMAND_S, RunPlace, answer_of, by
 from controller.run_records import Record, table
 from controller.ship import Payload, Session, converse, pack
 from controller.text import last_line, safe_line
-from controller.tui.figures import amount
 from remote_payload import rundir
 from remote_payload.job import Job
 

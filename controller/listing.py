@@ -7,11 +7,11 @@ import json
 import time
 from typing import TextIO
 
+from controller import figures
 from controller.glance import glance
 from controller.paths import KnownRun, known_runs
 from controller.run_records import whole
 from controller.text import aligned, safe_line
-from controller.tui import figures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

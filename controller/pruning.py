@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, UsageError
+from controller.figures import amount
 from controller.paths import payloads_of_logs
 from controller.place import Place
 from controller.ship import Payload, start
 from controller.text import aligned, last_line, safe_line
-from controller.tui.figures import amount
 
 _WAIT_S: Final = 600.0
 """Sizes of many checkpoints are added up before a line comes; their removal takes its time too."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LocalStateError, PullError
+from controller.figures import amount
 from controller.freed_memory import keep_freed_memory
 from controller.place import Place, open_place
 from controller.pull_stream import PullStream, UnfitPayloadError
@@ -26,7 +27,6 @@ from controller.run_place import RunPlace, payload_argv
 from controller.ship import pack, ship
 from controller.sink import Sink
 from controller.timing import Timing
-from controller.tui.figures import amount
 
 Progress = Callable[[str, int, int], None]
 """Told the file, bytes of all files that are here, and bytes of all files."""

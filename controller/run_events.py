@@ -10,8 +10,8 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterable
 
+from controller.figures import amount
 from controller.run_records import Record, number, numbers, table, text, whole
-from controller.tui.figures import amount
 
 KEPT = 300
 """Most events kept for the list; the newest."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from controller import figures
 from controller.attempts import attempt_line
 from controller.diagnose import alarms
 from controller.health import age_text
@@ -25,7 +26,6 @@ from controller.run_state import RunState
 from controller.series import Series
 from controller.text import safe_line, safe_lines
 from controller.trouble import Trouble
-from controller.tui import figures
 from controller.waiting import Waiter, wait_until_current
 
 if TYPE_CHECKING:

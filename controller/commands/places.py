@@ -292,9 +292,9 @@ def prune(
     dflashctl prune --host gpubox --older-than 30d --yes
     """
     from controller import pruning
+    from controller.figures import amount
     from controller.place import open_place
     from controller.ship import pack
-    from controller.tui.figures import amount
 
     chosen, payload = where.chosen(host), pack()
     older_s = pruning.seconds(older_than)

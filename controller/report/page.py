@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from controller import __version__
+from controller import __version__, figures
 from controller.diagnose import alarms
 from controller.health import Word, age_text
 from controller.report import tables
@@ -16,7 +16,6 @@ from controller.report.style import CSS, SCRIPT, policy
 from controller.run_records import Crash, number, whole
 from controller.run_state import RunState
 from controller.text import safe_lines
-from controller.tui import figures
 from controller.tui.crash_panel import has_crash
 from controller.tui.palette import STATES
 

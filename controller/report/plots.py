@@ -11,10 +11,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 
+from controller import figures
 from controller.report.markup import Markup, el
 from controller.run_state import RunState
 from controller.series import Point, Series, segments
-from controller.tui import figures
 from controller.tui.acceptance import decoded, promised
 from controller.tui.curves import PLOTS, Look, Plot, step_window, time_window
 from controller.tui.gpu_panel import gpu_role

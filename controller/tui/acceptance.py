@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from controller import figures
 from controller.run_state import RunState
-from controller.tui import figures
 from controller.tui.lines import line
 from controller.tui.palette import CURVE_COLOURS, FAINT, LABEL, RULE_STYLE
 from controller.tui.plot import LABEL_COLUMNS

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from controller import figures
 from controller.run_state import RunState
-from controller.tui import figures
 from controller.tui.lines import heading, line
 from controller.tui.overview import PROGRESS_STALE_S
 from controller.tui.palette import FAINT, LABEL, PLAIN, SKY, VALUE

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from controller import figures
 from controller.diagnose import Diagnosis
 from controller.health import Word
 from controller.run_records import Crash
 from controller.run_state import RunState
 from controller.text import safe_lines
-from controller.tui import figures
 from controller.tui.lines import hanging, line, remote
 from controller.tui.palette import BAD, HEADING, KEY, LABEL, PLAIN, VALUE
 from controller.tui.traceback_lines import traceback_lines

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
+from controller import figures
 from controller.run_state import RunState
 from controller.series import Point, Series
-from controller.tui import figures
 from controller.tui.acceptance import acceptance_lines, acceptance_values
 from controller.tui.gpu_panel import STALE_S as GPU_STALE_S
 from controller.tui.gpu_panel import gpu_role

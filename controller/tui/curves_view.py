@@ -9,8 +9,8 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
+from controller import figures
 from controller.run_state import RunState
-from controller.tui import figures
 from controller.tui.curves import PLOTS, Drawn, Look, step_window
 from controller.tui.lines import LineView, line
 from controller.tui.palette import LABEL, PLAIN

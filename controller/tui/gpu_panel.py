@@ -12,9 +12,9 @@ from collections import Counter
 
 from rich.text import Text
 
+from controller import figures
 from controller.gpu_state import Gpu, GpuWord
 from controller.run_state import RunState
-from controller.tui import figures
 from controller.tui.arrangement import GPU_CELL_COLUMNS, gpus_per_row
 from controller.tui.lines import heading, line, remote
 from controller.tui.palette import FAINT, GOOD, GPU_WORDS, HEADING, LABEL, PLAIN, VALUE, WARN

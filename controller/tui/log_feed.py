@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from controller.errors import LocalStateError
+from controller.figures import amount
 from controller.log_file import LogFile
 from controller.log_scan import SLICE, Containing, LogScan, Matches, matching
 from controller.log_spans import Row, Span
 from controller.mirror import ask_for_whole_log
-from controller.tui.figures import amount
 from controller.tui.log_page import Found, LogPage
 from controller.tui.log_prefix import prefix_of
 

@@ -7,9 +7,9 @@ import re
 from rich.style import Style
 from rich.text import Text
 
+from controller.figures import amount
 from controller.log_spans import Row
 from controller.tui.ansi import coloured
-from controller.tui.figures import amount
 from controller.tui.lines import line
 from controller.tui.log_prefix import PREFIX
 from controller.tui.palette import BAD, GOOD, LABEL, PLAIN, SKY, TAB_ON, WARN

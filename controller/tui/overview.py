@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from rich.style import Style
 from rich.text import Text
 
+from controller import figures
 from controller.diagnose import alarms
 from controller.health import Word, age_text
 from controller.run_events import Level
 from controller.run_records import Progress, Record, number, whole
 from controller.run_records import text as remote_text
 from controller.run_state import RunState
-from controller.tui import figures
 from controller.tui.lines import hanging, line, remote, shortened
 from controller.tui.palette import (
     BAD,

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from rich.style import Style
 from rich.text import Text
 
+from controller import figures
 from controller.series import Point
-from controller.tui import figures
 from controller.tui.palette import BAD, FAINT, LABEL, RULE_STYLE, VALUE
 
 LABEL_COLUMNS = 7

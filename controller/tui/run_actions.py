@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from textual import on
 from textual.app import App
 
+from controller import figures
 from controller.run_state import RunState
-from controller.tui import background, figures
+from controller.tui import background
 from controller.tui.dialogs import Notice, StopQuestion, error_lines
 from remote_payload.rundir import Request
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.text import Text
 
+from controller import figures
 from controller.glance import glance
 from controller.health import Health, Word, age_text
 from controller.paths import known_runs
 from controller.run_records import number, text, whole
-from controller.tui import figures
 from controller.tui.lines import line, remote
 from controller.tui.palette import LABEL, PLAIN, STATES, VALUE, WARN
 from remote_payload import rundir

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from rich.cells import cell_len
 from rich.text import Text
 
+from controller import figures
 from controller.health import age_text
 from controller.run_records import Thread
 from controller.run_state import RunState
-from controller.tui import figures
 from controller.tui.lines import hanging, heading, line, remote
 from controller.tui.overview import PROGRESS_STALE_S
 from controller.tui.palette import BAD, FAINT, HEADING, LABEL, LEVELS, PLAIN, VALUE, WARN

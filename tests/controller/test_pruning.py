@@ -14,12 +14,12 @@ import pytest
 
 from controller import paths
 from controller.errors import ShipError, UsageError
+from controller.figures import amount
 from controller.includes import Included, collect, send
 from controller.inventory import Host
 from controller.place import Place, open_place
 from controller.pruning import examine, remove, seconds, table
 from controller.ship import PACKAGE, Payload, pack, ship
-from controller.tui.figures import amount
 from remote_payload import identity, includes, pruning, rundir
 
 DAY = 86400.0
