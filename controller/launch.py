@@ -113,7 +113,7 @@ def prepare(session: Session, job: Job, *, say: Say, force: bool, own: str = "")
     say(f"{host.name}: {', '.join(fine)}")
     for check in checks:
         if check.level == "warning":
-            say(f"warning: {host.name}: {check.seen}; {check.todo}")
+            say(f"warning: {host.name}: {check.seen}. {check.todo}")
     use = table(answer, "use")
     in_use = [safe_line(line) for line in conflicts(use, job, host.env, own=own)]
     if in_use and not force:

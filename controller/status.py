@@ -163,15 +163,17 @@ def _training(state: RunState) -> list[str]:
         tau += f" at step {figures.count(p.tau_step)}"
     if p.best_tau is not None and p.best_step != p.tau_step:
         tau += f", best {figures.decimal(p.best_tau, 2)} at step {figures.count(p.best_step)}"
-    lines.append(
-        f"loss {loss} (average {figures.decimal(p.loss_ema)}), tau {tau} "
-        f"(in training {figures.decimal(p.tau_estimate, 2)})"
-    )
-    lines.append(
-        f"{figures.short(p.tokens_per_s)} tokens/s, {figures.seconds(p.step_s)} a step, "
-        f"{safe_line(p.execution) or 'execution not yet decided'}"
-        f"{'' if p.mfu_share is None else f', MFU {figures.share(p.mfu_share)}'}"
-    )
+    if p.step or p.loss_is_nan or (p.loss, p.tau) != (None, None):
+        lines.append(
+            f"loss {loss} (average {figures.decimal(p.loss_ema)}), tau {tau} "
+            f"(in training {figures.decimal(p.tau_estimate, 2)})"
+        )
+    if p.step or p.execution:
+        lines.append(
+            f"{figures.short(p.tokens_per_s)} tokens/s, {figures.seconds(p.step_s)} a step, "
+            f"{safe_line(p.execution) or 'execution not yet decided'}"
+            f"{'' if p.mfu_share is None else f', MFU {figures.share(p.mfu_share)}'}"
+        )
     if p.checkpoint_step is not None:
         age = state.container_age(p.checkpoint_t)
         when = "" if age is None else f", {figures.span(age)} ago"

@@ -9,6 +9,7 @@ import pytest
 from controller.errors import UnreachableError
 from controller.mirror import Mirror
 from controller.run_reader import RunReader
+from controller.run_records import progress
 from controller.run_state import News, RunState, reduce
 from controller.status import print_status, state_record, status_lines
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
@@ -54,6 +55,14 @@ def test_a_person_sees_state_step_loss_and_where(tmp_path: Path) -> None:
     assert "loss " in text and "MFU 38%" in text
     assert "tau " in text
     assert "job qwen3-8b on gpu1/200, attempt 1" in text
+
+
+def test_a_run_that_has_not_trained_yet_shows_no_row_of_dashes(tmp_path: Path) -> None:
+    state = state_of("healthy", tmp_path)
+    began = progress({"phase": "loading", "step": 0, "steps": 50})
+    text = "\n".join(status_lines(dataclasses.replace(state, progress=began)))
+    assert "step 0 of 50 (0%), loading" in text
+    assert "tokens/s" not in text and "loss" not in text
 
 
 def test_lines_that_could_not_be_read_are_counted_by_file(tmp_path: Path) -> None:
