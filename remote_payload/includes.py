@@ -13,12 +13,12 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from remote_payload import rundir
+from remote_payload.leftovers import left_behind
 
 INCLUDES: Final = "includes"
 INCLUDE: Final = "include"
@@ -106,6 +106,5 @@ def _take(folder: Path, digest: str, size: int) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    for path in folder.glob(".incoming-*"):
-        if time.time() - path.stat().st_mtime > _STALE_S:
-            path.unlink(missing_ok=True)
+    for path in left_behind(folder.glob(".incoming-*"), _STALE_S):
+        path.unlink(missing_ok=True)

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +27,7 @@ from typing import Any, Final
 from remote_payload import rundir
 from remote_payload.feed_streams import Listener
 from remote_payload.includes import INCLUDE, IncludeError, put
+from remote_payload.leftovers import left_behind
 from remote_payload.timing import time_scale
 from remote_payload.trainer_process import trainer_environment
 
@@ -64,9 +64,8 @@ def serve_tool(name: str, workspace: Path) -> int:
 
 def _given(workspace: Path, files: list[Mapping[str, Any]]) -> Path | None:
     """A folder with the files that were brought; None without any."""
-    for left in workspace.glob(f"{_GIVEN}*"):
-        if time.time() - left.stat().st_mtime > _STALE_S:
-            shutil.rmtree(left, ignore_errors=True)
+    for left in left_behind(workspace.glob(f"{_GIVEN}*"), _STALE_S):
+        shutil.rmtree(left, ignore_errors=True)
     if not files:
         return None
     folder = Path(tempfile.mkdtemp(prefix=_GIVEN, dir=workspace))

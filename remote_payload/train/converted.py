@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from remote_payload.leftovers import left_behind
 from remote_payload.train.arrow_source import Log, Shard, is_parquet
 from remote_payload.train.columns import READ, supervision
 from remote_payload.train.unusable import DataError
@@ -48,7 +49,7 @@ def converted(path: Path, files: Sequence[Path], cache: Path, log: Log) -> Path:
     part = copy.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _remove_outdated(cache, family)
+        _remove_outdated(cache, family, copy)
         _check_space(path, files, cache)
         log(f"Converting {path} ({len(files)} files) to Arrow, once...")
         samples = _write(part, files)
@@ -173,9 +174,9 @@ def _uncompressed(metadata: pq.FileMetaData) -> int:
     return sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in READ)
 
 
-def _remove_outdated(cache: Path, family: str) -> None:
+def _remove_outdated(cache: Path, family: str, copy: Path) -> None:
     """Remove copies of what the same path held before, and what a killed process left half written."""
-    for old in cache.glob(f"{family}-*"):
-        abandoned = old.suffix == ".part" and time.time() - old.stat().st_mtime > ABANDONED_S
-        if old.suffix == ".arrow" or abandoned:
+    copies, parts = (cache.glob(f"{family}-*{ending}") for ending in (".arrow", ".part"))
+    for old in (*copies, *left_behind(parts, ABANDONED_S)):
+        if old != copy:  # which another process may just have made
             old.unlink(missing_ok=True)

@@ -225,6 +225,7 @@ def test_what_a_killed_conversion_left_is_removed_once_it_is_old_and_another_one
     other = cache / "0123456789ab-0123456789ab.arrow"  # of another path
     for file in (old, fresh, other):
         file.write_bytes(b"half")
+    copy.with_suffix(".cccc.part").symlink_to("as one that another process renames meanwhile")
     hours_ago = time.time() - 2 * conversion.ABANDONED_S
     os.utime(old, (hours_ago, hours_ago))
     pq.write_table(table_of(0, 4), path)
