@@ -23,6 +23,7 @@ class Contribution:
 
     weights: FlatWeights
     statistics: Tensor
+    """Written before the last row's gradient is collected: who waits for its marks may read them too."""
     weight: float
     stop: bool = False
     checkpoint: bool = False

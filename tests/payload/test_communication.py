@@ -83,9 +83,9 @@ class Fleet:
             for step in range(steps):
                 if fault is not None:
                     fault(number, step)
+                statistics.add_(torch.tensor([1.0, number, step], dtype=torch.float64))  # as backward does
                 for row, gradients in enumerate(self.given[number, step]):
                     mine.collect(gradients, row == 0)
-                statistics.add_(torch.tensor([1.0, number, step], dtype=torch.float64))
                 agreement, summed = self.reduction.reduce(
                     number,
                     Contribution(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import torch
 
 from remote_payload import rundir
 from remote_payload.train import checkpoint, checkpoint_index
+from tests.payload.test_run_endings import PACKAGE, fail_at, hang
 from tests.payload.trial import Trial
 
 pytestmark = pytest.mark.slow
@@ -166,8 +168,7 @@ def test_by_its_real_command_a_run_killed_from_outside_goes_on_and_counts_on(tmp
     whole = Trial(tmp_path, "whole", steps=60, checkpoint_every=5, eval_every=20, checkpoint_keep=60)
     assert whole.command() == 0, whole.log
     killed = Trial(tmp_path, "killed", steps=60, checkpoint_every=5, eval_every=20)
-    killed.patience_s = 120
-    killed.start()
+    killed.start(functools.partial(fail_at, f"{PACKAGE}.batch", "BatchMaker.make", 45, hang))
     killed.wait_for(lambda: len(killed.events("checkpoint")) >= 3 and killed.events("eval"))
     killed.signal(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
