@@ -113,6 +113,6 @@ def chromium() -> Iterator[Chromium]:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
             os.close(to_browser[1])
             os.close(from_browser[0])

@@ -118,7 +118,7 @@ class MirroredRun:
     def stop_writing(self) -> None:
         """Let the run finish."""
         (self.remote / "control" / "stop").touch()
-        assert self.writer.wait(20) == 0
+        assert self.writer.wait(60) == 0
 
     def compare(self) -> None:
         """Assert that every mirrored file equals the container's, by sha256."""
@@ -179,7 +179,7 @@ def feeds_of(rig: Rig, served: str) -> list[int]:
     return found
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Wait until `condition()` is true; an assertion names `what` was waited for in vain."""
     deadline = time.monotonic() + seconds
     while not condition():

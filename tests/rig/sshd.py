@@ -119,7 +119,7 @@ class Sshd:
             start_new_session=True,
         )
         cgroups.join(f"{self.state.name}/sshd", self.process.pid)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         greeted = False
         while time.monotonic() < deadline and self.process.poll() is None:
             with suppress(OSError), socket.create_connection((HOST, port), timeout=1) as probe:

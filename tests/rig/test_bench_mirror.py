@@ -20,7 +20,7 @@ def test_the_bench_of_the_mirror_measures_all_that_it_promises(
         monkeypatch.setenv(name, value)
     found = measure(rig, lines=10, mib=16, idle_s=1.0)
     assert set(found) == KEYS
-    assert 0 < found["latency_ms_p50"] <= found["latency_ms_p95"] < 1000
+    assert 0 < found["latency_ms_p50"] <= found["latency_ms_p95"]
     assert found["tail_latency_ms_p50"] > 0
     assert 0 < found["container_core_pct"] < 20
     assert 0 < found["laptop_core_pct"] < 50

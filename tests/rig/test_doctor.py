@@ -92,16 +92,13 @@ def test_faults_inside_the_container_are_all_told_at_once(rig: Rig, tmp_path: Pa
         ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", "/tmp/small"],
     ):
         rig.container_run(command, check=True)
+    program = (
+        "import socket, time; s = socket.create_server(('', 29400)); print(1, flush=True); time.sleep(300)"
+    )
     listener = subprocess.Popen(
-        rig.container_argv(
-            [
-                rig.python,
-                "-S",
-                "-c",
-                "import socket,time; s=socket.create_server(('',29400)); time.sleep(300)",
-            ]
-        ),
+        rig.container_argv([rig.python, "-S", "-c", f"{program}; time.sleep(300)"]),
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
     hosts = Path(rig.laptop_env()["DFLASHCTL_HOSTS"])
     before = hosts.read_text()
@@ -112,12 +109,14 @@ def test_faults_inside_the_container_are_all_told_at_once(rig: Rig, tmp_path: Pa
         'targets = ["cuda:0"]\ndrafters = ["cuda:1"]\n'
     )
     try:
-        time.sleep(0.5)
+        assert listener.stdout is not None and listener.stdout.readline() == b"1\n"
         code, checks = examined(rig, "--job", str(job))
     finally:
         hosts.write_text(before)
         listener.kill()
         listener.wait()
+        if listener.stdout is not None:
+            listener.stdout.close()
         rig.container_run(["pkill", "-f", "29400"])
         for command in (["umount", "/proc/devices"], ["umount", "/tmp/small"], ["rm", "/dev/nvidia-uvm"]):
             rig.container_run(command, check=True)

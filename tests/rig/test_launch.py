@@ -77,10 +77,10 @@ def test_a_run_is_launched_followed_through_three_breaks_and_mirrored_to_the_las
 
     for _ in range(3):
         wait_until(lambda: record().get("state") == "connected", "a connection")
-        heard = record()["last_heard"]
+        heard, since = record()["last_heard"], record()["since"]
         wait_until(lambda heard=heard: record()["last_heard"] != heard, "news")  # type: ignore[misc]
         assert rig.kill_connections() == 1
-        wait_until(lambda: record().get("state") == "reconnecting", "the break to be noticed")
+        wait_until(lambda since=since: record()["since"] != since, "the break to be noticed")  # type: ignore[misc]
     rest = process.stdout.read()
     process.stdout.close()
     stderr = (tmp_path / "stderr").read_text()

@@ -63,7 +63,10 @@ def test_a_killed_trainer_is_restarted_from_its_checkpoint_and_then_resumed_by_h
     run_id = launch(rig, job, FOREVER, "restart=on-crash", "restart_wait=2.0", *often)
     wait_until(lambda: step(rig, run_id) >= 12, "step 12")
     kill_trainer(rig, run_id)
-    wait_until(lambda: status(rig, run_id)["state"] == "restarting", "the wait between attempts")
+    wait_until(
+        lambda: status(rig, run_id)["state"] == "restarting" or status(rig, run_id)["attempt"] == 2,
+        "the wait between attempts",
+    )
     said = json.loads(dflashctl("status", "--json", run_id, env=env).stdout)
     assert (said["state"], said["attempt"]) in (("RESTARTING", 1), ("LAUNCHING", 2), ("LIVE", 2))
     wait_until(lambda: status(rig, run_id)["attempt"] == 2, "attempt 2")
@@ -115,6 +118,7 @@ def test_a_pull_across_cuts_brings_every_byte_and_leaves_nothing_behind(
     cuts = 0
     for size in (20 << 20, 100 << 20):
         wait_until(lambda size=size: arrived() >= size or process.poll() is not None, "bytes")  # type: ignore[misc]
+        wait_until(lambda: rig.sshd_children() or process.poll() is not None, "a connection to break")
         cuts += rig.kill_connections()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -179,7 +183,7 @@ def test_no_way_to_quit_a_view_stops_training(rig: Rig, job: str, end: signal.Si
             os.close(process.terminal)  # type: ignore[attr-defined]
         elif isinstance(end, signal.Signals):
             process.send_signal(end)
-    deadline, pressed = time.monotonic() + 40, 0.0
+    deadline, pressed = time.monotonic() + 60, 0.0
     while any(process.poll() is None for process in views) and time.monotonic() < deadline:
         press = end == "keys" and time.monotonic() > pressed + 3  # a screen that is being made loses keys
         pressed = time.monotonic() if press else pressed
@@ -216,7 +220,7 @@ def test_ctrl_c_during_a_launch_that_follows_leaves_the_run_alone(rig: Rig, job:
     run_id = process.stdout.readline().decode().strip()
     wait_until(lambda: step(rig, run_id) >= 1, "a step")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 80
     assert err.decode().splitlines()[-1] == "interrupted; a run that was started goes on"
     before = step(rig, run_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -21,16 +22,18 @@ from tests.rig.mirrored_run import MirroredRun, feeds_of, until
 from tests.rig.rig import Rig
 
 TIMING = Timing.scaled(0.05)
+PATIENT = dataclasses.replace(TIMING, silence_s=60.0)
+"""For all tests that wait for no silence: a stall of a busy machine is no break."""
 
 
 class Run(MirroredRun):
     """A run whose mirror runs in this process."""
 
-    def __init__(self, rig: Rig, rate: int) -> None:
+    def __init__(self, rig: Rig, rate: int, timing: Timing) -> None:
         super().__init__(rig, rate)
         ask_for_whole_log(self.local)
         self.host = load().hosts["rig"]
-        self.mirror = Mirror(self.local, place_opener=lambda: open_place(self.host), timing=TIMING)
+        self.mirror = Mirror(self.local, place_opener=lambda: open_place(self.host), timing=timing)
         self.mirror.start()
 
     def end(self) -> None:
@@ -49,34 +52,37 @@ def laptop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(rig: Rig, laptop: None) -> Iterator[Run]:
-    made = Run(rig, rate=2_000_000)
+def run(rig: Rig, laptop: None, request: pytest.FixtureRequest) -> Iterator[Run]:
+    made = Run(rig, rate=2_000_000, timing=getattr(request, "param", PATIENT))
     yield made
-    made.mirror.stop(5.0)
+    made.mirror.stop(60.0)
     made.close()
     rig.thaw_connections()
     until(lambda: not made.feeds(), "the feeds to be gone")
 
 
+by_silence = pytest.mark.parametrize("run", [TIMING], indirect=True, ids=["impatient"])
+
+
+@by_silence
 def test_dropped_packets_are_noticed_by_silence_and_cost_nothing_but_time(rig: Rig, run: Run) -> None:
     with Cable(rig.port) as cable:
         cable.introduce(rig)
         run.wait_for_beat()
         run.host = Host(**run.host.model_dump() | {"address": "cable", "port": None, "connect_timeout": 2.0})
         killed = time.time()
-        assert rig.kill_connections() == 1
+        until(rig.kill_connections, "a connection to break")
         run.wait_for_beat(since=killed)  # through the cable
         cable.cut()
-        began = time.monotonic()
-        until(lambda: run.record().get("state") == "reconnecting", "the cut to be noticed")
-        assert 0.5 < time.monotonic() - began < 3  # 15 s, scaled: 0.75 s
-        assert "nothing was heard for 0.75 s" in run.record()["error"]
+        until(lambda: "nothing was heard for 0.75 s" in str(run.record()["error"]), "the cut to be noticed")
+        assert run.record()["state"] == "reconnecting"
         until(lambda: run.record().get("tries", 0) >= 2, "a second try")
         cable.mend()
         run.wait_for_beat()
         run.end()
 
 
+@by_silence
 def test_a_dead_jump_host_is_noticed_by_silence(rig: Rig, run: Run) -> None:
     run.wait_for_beat()
     with rig.ssh_config.open("a") as file:
@@ -86,7 +92,7 @@ def test_a_dead_jump_host_is_noticed_by_silence(rig: Rig, run: Run) -> None:
     direct = run.host
     run.host = Host(**direct.model_dump() | {"address": "behind", "port": None})
     killed = time.time()
-    assert rig.kill_connections() == 1
+    until(rig.kill_connections, "a connection to break")
     run.wait_for_beat(since=killed)
     hop = min(rig.sshd_children())
     os.kill(hop, signal.SIGSTOP)
@@ -96,7 +102,7 @@ def test_a_dead_jump_host_is_noticed_by_silence(rig: Rig, run: Run) -> None:
     run.end()
 
 
-def test_the_tail_of_a_log_of_two_gigabytes_is_printed_within_two_seconds(rig: Rig, laptop: None) -> None:
+def test_of_a_log_of_two_gigabytes_only_the_tail_is_copied_and_printed(rig: Rig, laptop: None) -> None:
     run = MirroredRun(rig, rate=0)
     try:
         last = b"".join(b"last line %d\n" % number for number in range(100_000))
@@ -104,11 +110,9 @@ def test_the_tail_of_a_log_of_two_gigabytes_is_printed_within_two_seconds(rig: R
             file.truncate((2 << 30) - len(last))  # a hole: reading it costs what reading a file costs
             file.seek(0, os.SEEK_END)
             file.write(last)
-        began = time.monotonic()
         env = rig.laptop_env() | {"DFLASHCTL_TIME_SCALE": "1"}
         done = dflashctl("logs", "--tail", "3", run.id, env=env)
         assert done.stdout == "last line 99997\nlast line 99998\nlast line 99999\n", done.stderr
-        assert time.monotonic() - began < 2.0 * slowness()
         log = run.record()["files"]["train.log"]
         assert log["size"] == 2 << 30
         assert log["extents"][0][0] >= (2 << 30) - LOG_TAIL_BYTES
@@ -135,17 +139,23 @@ def test_a_log_that_we_did_not_start_is_followed_across_cuts(rig: Rig, laptop: N
         until(lambda: out.read_bytes() == first, "the log")
         written = first
         for number in range(3):
-            killed = rig.kill_connections() if number != 1 else rig.freeze_connections()
-            assert killed >= 1
+            cut = rig.freeze_connections if number == 1 else rig.kill_connections
+            until(cut, "a connection to break")
             more = b"".join(b"step %d loss 2.0\n" % (1000 * number + step) for step in range(1000))
             with there.open("ab") as file:
                 file.write(more)
             written += more
             until(lambda w=written: out.read_bytes() == w, "what was written meanwhile")
-            until(lambda n=number: err.read_text().count("connected again") > n, "the word of it")
             rig.thaw_connections()
+        # The breaks above may each be over before the follower looks; this one waits until it is told.
+        before = err.read_text().count("no connection")
+        rig.stop_sshd()
+        until(lambda: err.read_text().count("no connection") > before, "the word of a break")
+        again = err.read_text().count("connected again")
+        rig.start_sshd()
+        until(lambda: err.read_text().count("connected again") > again, "the word of its end")
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 80
+        assert process.wait(60) == 80
         assert out.read_bytes() == written
     finally:
         process.kill()
@@ -153,16 +163,11 @@ def test_a_log_that_we_did_not_start_is_followed_across_cuts(rig: Rig, laptop: N
     until(lambda: not feeds_of(rig, log), "the feeds to be gone")
 
 
-def slowness() -> float:
-    """How many runnable processes there are for each of this machine's processors; at least 1."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def test_a_feed_whose_reader_fell_silent_ends_by_itself(rig: Rig, run: Run) -> None:
     run.wait_for_beat()
     (feed,) = run.feeds()
     assert rig.freeze_connections() == 1
-    until(lambda: feed not in run.feeds(), "the old feed to end", 10)  # 60 s, scaled: 3 s
+    until(lambda: feed not in run.feeds(), "the old feed to end")  # 60 s, scaled: 3 s
     rig.thaw_connections()
     run.end()
 

@@ -84,12 +84,13 @@ def test_a_loop_prints_at_every_tick_into_a_pipe_and_follows_the_mode(rig: Rig) 
     try:
         began = time.monotonic()
         assert [loop.stdout.readline() for _ in range(4)] == [b"0, 0\n", b"1, 0\n"] * 2
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 60
         rig.nvidia_smi("busy")
-        lines = [loop.stdout.readline() for _ in range(8)]
-        assert lines[-2:] == [b"0, 95\n", b"1, 97\n"]
+        while (line := loop.stdout.readline()) in (b"0, 0\n", b"1, 0\n"):  # printed before
+            pass
+        assert [line, loop.stdout.readline()] == [b"0, 95\n", b"1, 97\n"]
         rig.nvidia_smi("fail")
-        assert loop.wait(10) == 18
+        assert loop.wait(60) == 18
         assert loop.stdout.read().endswith(b"Failed to initialize NVML: Driver/library version mismatch\n")
     finally:
         loop.kill()

@@ -88,32 +88,34 @@ def test_a_container_without_bash_needs_nothing_but_sh_and_python(rig: Rig, cont
             assert crossed(place, NASTY) == NASTY
             shipped = ship(place, pack(), ["preflight", place.workspace])
             assert shipped.status == 0, shipped.stderr
-            command = place.start(["sh", "-c", "trap 'exit 9' INT; while :; do sleep 0.1; done"])
+            command = place.start(["sh", "-c", "trap 'exit 9' INT; echo set; while :; do sleep 0.1; done"])
+            assert command.receive(60) == b"set\n"
             place.signal(command, "INT")
-            assert command.wait(20) == 9
+            assert command.wait(60) == 9
 
 
 def test_a_signal_reaches_all_that_a_command_started_and_nothing_else(place: Place) -> None:
-    other = place.start(["sleep", "60"])
-    command = place.start(["sh", "-c", "sleep 60 & sleep 61 & wait"])
+    other = place.start(["sleep", "600"])
+    command = place.start(["sh", "-c", "sleep 600 & sleep 601 & echo begun; wait"])
+    assert command.receive(60) == b"begun\n"
     place.signal(command, "TERM")
-    assert command.wait(20) == 143
+    assert command.wait(60) == 143
     assert other.wait(0.1) is None
-    left = place.run(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], timeout=20).stdout
-    assert b"sleep 61" not in left
+    left = place.run(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], timeout=60).stdout
+    assert b"sleep 601" not in left
     place.signal(other, "KILL")
-    assert other.wait(20) == 137
+    assert other.wait(60) == 137
 
 
 def test_both_streams_come_apart_as_they_are_written(place: Place) -> None:
     script = "for i in 1 2 3; do echo out$i; echo err$i >&2; sleep 0.05; done; exit 3"
     command = place.start(["sh", "-c", script])
     out = err = b""
-    while (got := command.receive_streams(20)) != (b"", b""):
+    while (got := command.receive_streams(60)) != (b"", b""):
         assert got is not None
         out, err = out + got[0], err + got[1]
     assert (out, err) == (b"out1\nout2\nout3\n", b"err1\nerr2\nerr3\n")
-    assert command.wait(20) == 3
+    assert command.wait(60) == 3
 
 
 def test_sudo_that_wants_a_password_is_said_with_the_line_that_allows_it(rig: Rig, container: Host) -> None:
@@ -134,7 +136,7 @@ def test_sudo_runs_pct_and_nothing_else_as_root(rig: Rig, container: Host) -> No
     log.write_text("")
     by_sudo = container.model_copy(update={"sudo": True})
     with open_place(by_sudo) as place:
-        assert place.run(["id", "-u"], timeout=20).stdout == b"0\n"
+        assert place.run(["id", "-u"], timeout=60).stdout == b"0\n"
         assert isinstance(place, Proxmox)
         assert b"hostname: dflash-ct" in place.on_host(["pct", "config", str(rig.vmid)]).stdout
     assert isinstance(failure(by_sudo.model_copy(update={"container": rig.absent_vmid})), ContainerError)
@@ -170,17 +172,17 @@ def test_a_session_too_many_is_refused_and_harms_no_other(machine: Host) -> None
 
 
 def test_both_streams_and_the_exit_status_arrive(place: Place) -> None:
-    done = place.run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout=20)
+    done = place.run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout=60)
     assert (done.status, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
 
 
 def test_death_by_a_signal_is_told_as_128_plus_its_number(place: Place) -> None:
-    assert place.run(["sh", "-c", "kill -KILL $$"], timeout=20).status == 137
+    assert place.run(["sh", "-c", "kill -KILL $$"], timeout=60).status == 137
 
 
 def test_login_noise_is_not_output(rig: Rig, place: Place) -> None:
     rig.login_noise("Welcome to $HOST\nbegin-\n")
-    assert place.run(["echo", "hello"], timeout=20).stdout == b"hello\n"
+    assert place.run(["echo", "hello"], timeout=60).stdout == b"hello\n"
 
 
 def test_megabytes_go_both_ways_at_once(place: Place) -> None:
@@ -194,7 +196,7 @@ def test_the_environment_inside_is_bare_and_utf8(rig: Rig, container: Host) -> N
     for older in (False, True):
         rig.older_pct(older)
         with open_place(container) as place:
-            lines = place.run(["env"], timeout=20).stdout.decode().splitlines()
+            lines = place.run(["env"], timeout=60).stdout.decode().splitlines()
         env = dict(line.split("=", 1) for line in lines)
         assert env["LC_ALL"] == "C.UTF-8"
         assert env["PATH"].startswith("/usr/local/sbin:")
@@ -206,15 +208,15 @@ def test_an_older_pct_is_asked_the_new_way_only_once(rig: Rig, container: Host) 
     rig.older_pct()
     before = len(rig.pct_calls())
     with open_place(container) as place:
-        assert place.run(["true"], timeout=20).status == 0
-        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=60).status == 0
+        assert place.run(["true"], timeout=60).status == 0
     asked = ["--keep-env" in call for call in rig.pct_calls()[before:]]
     assert asked == [True, False, False]
 
 
 def failure(host: Host) -> DflashctlError:
     with open_place(host) as place, pytest.raises(DflashctlError) as caught:
-        place.run(["true"], timeout=20)
+        place.run(["true"], timeout=60)
     return caught.value
 
 
@@ -275,9 +277,9 @@ def test_an_unknown_host_key_is_refused_with_the_command_that_accepts_it(rig: Ri
     assert "SHA256:" in error.message
     assert f"ssh -p {rig.port} {rig.user}@127.0.0.1 true" in error.hint
     with open_place(machine, accept_new_host_key=True) as place:
-        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=60).status == 0
     with open_place(machine) as place:
-        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=60).status == 0
 
 
 def test_a_changed_host_key_is_refused_with_its_line_also_when_new_ones_are_accepted(
@@ -290,7 +292,7 @@ def test_a_changed_host_key_is_refused_with_its_line_also_when_new_ones_are_acce
             open_place(machine, accept_new_host_key=accept) as place,
             pytest.raises(HostKeyError) as caught,
         ):
-            place.run(["true"], timeout=20)
+            place.run(["true"], timeout=60)
         assert f"{rig.known_hosts}:2" in caught.value.message
         assert f"-R '[127.0.0.1]:{rig.port}'" in caught.value.hint
 
@@ -310,7 +312,7 @@ def test_a_key_that_the_server_does_not_know_is_an_authentication_error(
 def test_an_alias_of_ssh_config_is_an_address(rig: Rig, machine: Host) -> None:
     by_alias = machine.model_copy(update={"address": rig.alias, "port": None, "user": ""})
     with open_place(by_alias) as place:
-        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=60).status == 0
 
 
 @pytest.mark.parametrize("trouble", ["kill", "stop the server"])
@@ -324,20 +326,20 @@ def test_a_broken_connection_is_a_lost_one_and_never_an_end(rig: Rig, container:
         with pytest.raises(ConnectionLostError):
             process.receive(20)
         with pytest.raises(ConnectionLostError):
-            process.wait(20)
+            process.wait(60)
         with pytest.raises(ConnectionLostError):
             process.send(b"y")
         if trouble == "kill":
-            assert place.run(["echo", "again"], timeout=20).stdout == b"again\n"
+            assert place.run(["echo", "again"], timeout=60).stdout == b"again\n"
 
 
 def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(
     rig: Rig, container: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controller.remote.BEGIN_GRACE_S", 1.0)
-    impatient = container.model_copy(update={"connect_timeout": 0.5})
+    impatient = container.model_copy(update={"connect_timeout": 3.0})
     with open_place(impatient) as place:
-        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=60).status == 0
         rig.freeze_connections()
         begun = time.monotonic()
         with pytest.raises(ConnectionLostError):
@@ -347,7 +349,7 @@ def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(
         rig.freeze_container()
         with pytest.raises(UnreachableError, match="did not begin"):
             place.start(["true"])
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
 
 
 def test_a_jump_host_is_gone_through_with_its_key_verified_too(rig: Rig, machine: Host) -> None:
@@ -360,7 +362,7 @@ def test_a_jump_host_is_gone_through_with_its_key_verified_too(rig: Rig, machine
     try:
         inner = machine.model_copy(update={"address": "inner", "port": None, "user": rig.user})
         with open_place(inner) as place:
-            assert place.run(["echo", "through"], timeout=20).stdout == b"through\n"
+            assert place.run(["echo", "through"], timeout=60).stdout == b"through\n"
             assert len(rig.sshd_children()) >= 2
         rig.known_hosts.write_text("")
         assert isinstance(failure(inner), HostKeyError)

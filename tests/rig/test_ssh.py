@@ -21,6 +21,7 @@ from controller.inventory import Host
 from controller.place import open_place
 from tests.controller.test_ssh import keygen
 from tests.dflashctl import command, environment
+from tests.rig.mirrored_run import until
 from tests.rig.rig import Rig
 
 PASSPHRASE = "correct horse battery"
@@ -43,7 +44,7 @@ def configure(rig: Rig, home: Path, *lines: str) -> None:
     common = [f"HostName {rig.host}", f"Port {rig.port}", f"User {rig.user}"]
     head = ["Host box", *(f"  {line}" for line in common)]
     known = f"UserKnownHostsFile {home}/.ssh/known_hosts"
-    rest = ["Host *", f"  {known}", "  GlobalKnownHostsFile none", "  BatchMode yes", "  ConnectTimeout 5"]
+    rest = ["Host *", f"  {known}", "  GlobalKnownHostsFile none", "  BatchMode yes", "  ConnectTimeout 20"]
     (home / ".ssh" / "config").write_text("\n".join([*head, *body, *rest]) + "\n")
 
 
@@ -51,7 +52,7 @@ def ours() -> str | DflashctlError:
     """What our own connection to `box` makes of the configuration: `in`, or the error."""
     with open_place(Host(name="box", kind="ssh", address="box", workspace="/w", venv="/v")) as place:
         try:
-            return place.run(["echo", "in"], timeout=20).stdout.decode().strip()
+            return place.run(["echo", "in"], timeout=60).stdout.decode().strip()
         except DflashctlError as error:
             return error
 
@@ -59,7 +60,7 @@ def ours() -> str | DflashctlError:
 def openssh(home: Path) -> bool:
     """Whether OpenSSH's own client gets in."""
     argv = ["ssh", "-F", str(home / ".ssh" / "config"), "box", "echo in"]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     return done.stdout == b"in\n"
 
 
@@ -159,14 +160,9 @@ def test_each_hop_of_a_jump_is_a_connection_and_none_is_left(rig: Rig, home: Pat
     with (home / ".ssh" / "config").open("a") as file:
         file.write(f"Host jump\n  HostName {rig.host}\n  Port {rig.port}\n  IdentityFile {rig.identity}\n")
     with open_place(Host(name="box", kind="ssh", address="box", workspace="/w", venv="/v")) as place:
-        assert place.run(["true"], timeout=20).status == 0
+        assert place.run(["true"], timeout=60).status == 0
         assert len(rig.sshd_children()) == 2
-    deadline = threading.Event()
-    for _ in range(200):
-        if not rig.sshd_children():
-            break
-        deadline.wait(0.02)
-    assert rig.sshd_children() == []
+    until(lambda: not rig.sshd_children(), "the connections to end")
 
 
 def test_a_proxy_command_that_fails_is_quoted(rig: Rig, home: Path) -> None:
@@ -235,7 +231,7 @@ def test_a_passphrase_is_asked_for_once_a_process_and_shown_nowhere(
     assert ours() == "in"
     place = Host(name="box", kind="ssh", address="box", workspace="/w", venv="/v")
     with open_place(place) as opened:
-        listing = opened.run(["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"], timeout=20)
+        listing = opened.run(["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"], timeout=60)
     seen = capfd.readouterr()
     for text in (seen.out, seen.err, listing.stdout.decode(errors="replace"), rig.sshd.log.read_text()):
         assert PASSPHRASE not in text
@@ -319,7 +315,7 @@ def test_one_connection_serves_every_place_and_thread_of_a_process(rig: Rig, hom
     places = [open_place(host) for _ in range(4)]
     outputs: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda p=p: outputs.append(p.run(["echo", "in"], timeout=20).stdout))  # type: ignore[misc]
+        threading.Thread(target=lambda p=p: outputs.append(p.run(["echo", "in"], timeout=60).stdout))  # type: ignore[misc]
         for p in places
     ]
     for thread in threads:
@@ -330,7 +326,7 @@ def test_one_connection_serves_every_place_and_thread_of_a_process(rig: Rig, hom
     assert len(rig.sshd_children()) == 1
     for place in places[1:]:
         place.close()
-    assert places[0].run(["echo", "still"], timeout=20).stdout == b"still\n"
+    assert places[0].run(["echo", "still"], timeout=60).stdout == b"still\n"
     places[0].close()
 
 
@@ -338,6 +334,6 @@ def test_our_socket_sends_small_packets_at_once(rig: Rig, home: Path) -> None:
     configure(rig, home, f"IdentityFile {rig.identity}")
     host = Host(name="box", kind="ssh", address="box", workspace="/w", venv="/v")
     with open_place(host) as place:
-        place.run(["true"], timeout=20)
+        place.run(["true"], timeout=60)
         (hop,) = place._connection._path  # type: ignore[attr-defined]
         assert hop.transport.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

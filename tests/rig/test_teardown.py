@@ -84,7 +84,7 @@ def test_a_rig_that_ends_leaves_nothing_though_processes_ran_in_all_its_corners(
         there = traces(name)
         assert len(there["processes"]) >= 8  # type: ignore[arg-type]
         assert there["cgroups"]
-    ssh.communicate(timeout=10)
+    ssh.communicate(timeout=60)
     assert traces(name) == NOTHING
     assert rig.pct("status", "200").stdout == b"status: running\n"
 
@@ -116,7 +116,7 @@ def test_a_rig_by_hand_ends_on_ctrl_c_and_leaves_nothing(rig: Rig, number: signa
     with rig_by_hand() as (process, state):
         assert traces(state.name) != NOTHING
         process.send_signal(number)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert traces(state.name) == NOTHING
 
 
