@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from controller.commands.launch import ChangesOption, ForceOption, RestartOption, with_restart
-from controller.commands.options import JsonOption, Run, say, show_upload
+from controller.commands.options import JsonOption, Run, pure_json, say, show_upload
 from controller.commands.watch import follow_to_stdout
 
 
@@ -78,6 +78,7 @@ def resume(
     dflashctl resume demo-1130 --follow
     dflashctl resume demo-1130 --set steps=5000
     """
+    pure_json(as_json, follow=follow)
     import dataclasses
 
     from controller.paths import find_run

@@ -13,6 +13,7 @@ from controller.commands.options import (
     HostOption,
     JsonOption,
     PlaceOptions,
+    pure_json,
     say,
     show_upload,
     with_place_options,
@@ -84,6 +85,7 @@ def launch(
     dflashctl launch --host gpubox --job mine.toml --restart on-crash
     dflashctl launch --host gpubox --job mine.toml --include data.arrow --set dataset=include:data.arrow
     """
+    pure_json(as_json, follow=follow, dry_run=dry_run)
     chosen = where.chosen(host)
     if dry_run:
         _print_dry_run(chosen, *_loaded(job, changes, restart), include or ())

@@ -112,6 +112,16 @@ def with_place_options(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
+def pure_json(as_json: bool, *, follow: bool = False, dry_run: bool = False) -> None:
+    """Refuse --json beside an option that prints something else on stdout. Raises UsageError."""
+    if as_json and follow:
+        raise UsageError(
+            "--json and --follow exclude each other", "Follow it afterwards: dflashctl watch --json RUN"
+        )
+    if as_json and dry_run:
+        raise UsageError("--json and --dry-run exclude each other", "A dry run prints no JSON.")
+
+
 def check_device(device: str) -> None:
     """Refuse a --device that no tool knows, before anybody is asked. Raises UsageError."""
     if not re.fullmatch(r"auto|cpu|cuda:\d+", device):

@@ -16,6 +16,7 @@ from controller.commands.options import (
     JsonOption,
     PlaceOptions,
     check_device,
+    pure_json,
     say,
     show_upload,
     with_place_options,
@@ -258,6 +259,7 @@ def setup(
     from controller.ship import pack
     from controller.venv import plan, set_up
 
+    pure_json(as_json, dry_run=dry_run)
     chosen = where.chosen(host)
     if dry_run:
         print(plan(chosen))
