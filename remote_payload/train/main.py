@@ -4,7 +4,7 @@
 
 The main thread does no work on a device. It takes signals (SIGTERM: stop, SIGUSR2: checkpoint, SIGUSR1: dump
 stacks), and after a crash it makes sure that the process ends: threads that will not are left behind by
-`os._exit`, after their stacks were written.
+`os._exit`, after their stacks were written, and so is NCCL.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class Trainer:
             self._failure = error
         except Exception as error:
             self._fail(error, ThreadStatus("main", "main", "cpu"))
-        return self._end()
+        code = self._end()
+        if self._failure is not None and self._run is not None and self._run.reduction.threaded:
+            os._exit(code)  # NCCL's own end would wait for a GPU whose sum another one never began
+        return code
 
     def _train(self, run: Run) -> None:
         threads = self._threads(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import multiprocessing.util
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 from remote_payload import rundir
 from remote_payload.train import checkpoint
 from remote_payload.train.main import Trainer
+from remote_payload.train.run import Run
 from remote_payload.train.run_control import ThreadStatus
 from tests.payload.trial import Trial
 
@@ -96,6 +98,28 @@ def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_eve
     states = {entry["name"]: entry["state"] for entry in trial.progress["threads"]}
     assert states.pop(crash["thread"]) == "failed" and set(states.values()) == {"ended"}
     assert f"{crash['thread']} failed in" in trial.log
+
+
+def test_a_failed_run_whose_gpus_add_up_by_nccl_leaves_at_once(tmp_path: Path) -> None:
+    """A GPU may be in a sum that another one never began, and NCCL's own end waits for that for ever."""
+    trial = Trial(tmp_path, steps=LONG, held_out="")
+    assert trial.fork(fail_by_nccl) == 1
+    assert trial.exit["outcome"] == "crashed" and len(trial.crashes()) == 1
+
+
+def fail_by_nccl() -> None:
+    """A failure in a run that looks as if NCCL were there; the process's own end hangs."""
+    from remote_payload.train import main
+
+    multiprocessing.util.Finalize(None, hang, exitpriority=0)
+    real = main.summary
+
+    def summary(run: Run) -> dict[str, Any]:
+        run.reduction.threaded = True
+        return real(run)
+
+    vars(main)["summary"] = summary
+    fail_at(f"{PACKAGE}.replica", "block_loss", 5, raise_broken)
 
 
 def test_a_failure_of_the_thread_that_reports_is_a_failure_of_the_run(tmp_path: Path) -> None:
