@@ -162,19 +162,20 @@ def by_operations(
     hits = (of_label == top)[..., 0] & ~earlier
     kl = accepted = short = None
     if taught is not None:
-        log_p = F.log_softmax(taught.float(), -1)
-        p = log_p.exp()
-        kl = (p * (log_p - (logits - log_total))).sum(-1)
+        log_q, log_p = logits - log_total, F.log_softmax(taught.float(), -1)
+        q, p = log_q.exp(), log_p.exp()
+        kl = (p * (log_p - log_q)).sum(-1)
         if objective.reads_overlap:
-            q = odds / total
             less = torch.where(q < p, q, 0.0)
             accepted, short = torch.minimum(p, q).sum(-1), less.sum(-1)
     read = _Places(log_label, hits, kl, accepted, short)
     plain, _ = ce(log_label, weights)
     loss, factors = _minimised(read, weights, objective)
-    slope = odds * (factors.own[..., None] / total) - torch.where(onehot, factors.of_label[..., None], 0.0)
-    if factors.of_taught is not None:
-        slope = slope - factors.of_taught[..., None] * p
+    own, of_label = factors.own[..., None], factors.of_label[..., None]
+    if factors.of_taught is None:
+        slope = odds * (own / total) - torch.where(onehot, of_label, 0.0)
+    else:
+        slope = q * own - torch.where(onehot, of_label, 0.0) - factors.of_taught[..., None] * p
     if factors.of_short is not None:
         slope = slope - factors.of_short[..., None] * less
     bound = factors.bound()
