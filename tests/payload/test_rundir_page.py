@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from remote_payload import crash
+from remote_payload.gpu_rows import unknown
+from remote_payload.run_status import RunStatus
 from remote_payload.train import alarm
+from remote_payload.train.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rundir.md").read_text()
+
+
+HEAD = {"v", "t", "mono", "attempt", "kind"}
+"""Keys of every record."""
 
 
 def section(title: str) -> str:
@@ -54,6 +63,24 @@ def test_every_kind_of_event_has_its_row_and_every_row_its_event() -> None:
     assert set(rows) == written_kinds() and len(written_kinds()) > 15
 
 
+def documented(text: str) -> set[str]:
+    """Names in backticks, but for those in parentheses: values, or parts of what stands before."""
+    while (without := re.sub(r"\([^()]*\)|`\{[^`]*\}`", "", text)) != text:
+        text = without
+    return set(re.findall(r"`([a-z0-9_]+)`", text))
+
+
+def test_an_event_has_the_fields_of_its_row() -> None:
+    rows = dict(re.findall(r"(?m)^\| `([a-z_]+)`[^|]*\|(.*)\|$", section("events.jsonl")))
+    written: dict[str, set[str]] = {}
+    for call in calls("write"):
+        names = {keyword.arg for keyword in call.keywords}
+        if names and None not in names and call.args and (kind := first_words(call.args[0])) in rows:
+            written.setdefault(kind, set()).update(name for name in names if name)
+    assert {kind: documented(rows[kind]) for kind in written} == written
+    assert len(written) > 15
+
+
 def test_both_reasons_of_an_alarm_have_their_row() -> None:
     reasons = re.findall(r"(?m)^\| `alarm`, reason `([a-z_]+)`", section("events.jsonl"))
     assert sorted(reasons) == sorted([alarm.REASON, "not_lossless"])
@@ -80,3 +107,77 @@ def test_phases_and_states_of_threads_are_those_that_are_entered() -> None:
     entered = {first_words(call.args[0]) for call in calls("enter")} | {"starting"}
     named = {state for state in entered if not state.startswith("waiting for")} | {"waiting for ..."}
     assert {state.split(" N/M")[0] for state in re.findall(r"`([a-zA-Z/. ]+)`", states[1])} == named
+
+
+def words(text: str) -> set[str]:
+    """Every name in backticks or quotes."""
+    return set(re.findall(r"[`\"]([a-z0-9_]+)[`\"]", text))
+
+
+def test_progress_has_the_keys_of_its_section() -> None:
+    progress = Progress([0, 8])
+    progress.thread("drafter-0", "drafter", "cpu")
+    record = progress.snapshot()
+    text = section("progress.json")
+    for inner in ("buckets", "threads", "devices"):
+        (entry,) = record[inner]
+        named = re.search(rf"(?s)- `{inner}`: list of `\{{(.*?)\}}`", text)
+        assert named is not None and words(named[1]) == entry.keys()
+    assert record.keys() <= words(text)
+
+
+def test_a_failed_threads_record_has_the_keys_of_its_section(tmp_path: Path) -> None:
+    name = crash.write_thread(
+        tmp_path, thread="t", role="reader", device=None, step=None, bucket=None, samples=(),
+        error=ValueError(), first=True, memory=None, attempt=1,
+    )  # fmt: skip
+    record = json.loads((tmp_path / "crash" / name).read_text())
+    assert documented(section("crash/")) == record.keys() - HEAD
+
+
+def test_a_status_has_the_keys_of_its_section(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, 1, 2.0)
+    status.write()
+    record = json.loads((tmp_path / "status.json").read_text())
+    assert record.keys() - HEAD <= words(section("status.json"))
+
+
+def test_the_supervisors_records_are_those_that_it_notes() -> None:
+    text = section("supervisor.jsonl")
+    noted = {
+        node.args[0].value
+        for path in (ROOT / "remote_payload").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("note", "write")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and path.stem in ("supervisor", "attempt", "resume")
+    }
+    assert documented(text) == noted
+
+
+def test_the_trainers_last_word_has_the_keys_of_its_section() -> None:
+    source = ast.parse((ROOT / "remote_payload" / "train" / "main.py").read_text())
+    functions = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)]
+    keys = {
+        key.value
+        for function in functions
+        if function.name in ("summary", "_end")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if isinstance(key, ast.Constant)
+    }
+    values = {"kind", "exit", "finished", "stopped", "crashed", "refused"}
+    assert words(section("exit.json")) - values == keys - HEAD
+
+
+def test_samples_of_gpus_have_the_keys_of_their_section() -> None:
+    text, row = section("gpu.jsonl"), unknown("0", "no answer")
+    constants, samples = (
+        words(part.partition("}`")[0]) for part in re.split(r"`gpu(?:_constants)?` \(", text)[1:]
+    )
+    assert constants - {"gpus"} == row.constants("u").keys() - {"why"}
+    assert samples - {"gpus"} == row.sample().keys() - {"why"}
