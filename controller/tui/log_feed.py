@@ -7,7 +7,6 @@ grows, a page costs the same: it is read backwards from the end.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import threading
 import time
@@ -17,11 +16,11 @@ from pathlib import Path
 from controller.errors import LocalStateError
 from controller.figures import amount
 from controller.log_file import LogFile
-from controller.log_scan import SLICE, Containing, LogScan, Matches, matching
-from controller.log_spans import Row, Span
+from controller.log_scan import LogScan, Matches
 from controller.mirror import ask_for_whole_log
 from controller.tui.log_page import Found, LogPage
 from controller.tui.log_prefix import prefix_of
+from controller.tui.log_shown import ShownLog, Way
 
 RESTING_S = 10.0
 """Between looks at the log of a run that has ended."""
@@ -35,9 +34,6 @@ AROUND = 400
 BUSY_S = 0.2
 """How long the thread searches before it tells how far it is."""
 
-SAVED_BYTES = 256 << 20
-"""Most bytes that are saved to a file."""
-
 
 class LogFeed:
     """Reads the log in the mirror folder `directory` and calls `deliver(page)` from its thread."""
@@ -47,6 +43,7 @@ class LogFeed:
         self._deliver = deliver
         self._threaded = threaded
         self._file = LogFile(directory)
+        self._shown = ShownLog(self._file)
         self._requests: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Event()
         self._stopped = False
@@ -54,12 +51,12 @@ class LogFeed:
         self._ticket = 0
         self._anchor: int | None = None
         self._search: LogScan | None = None
-        self._filter: LogScan | None = None
         self._search_matches: Matches | None = None
+        self._seeking: Iterator[int | None] | None = None
+        self._found_none = ""
+        """What is said when the line that is looked for is not there."""
         self.resting = False
         """Whether nothing more is expected; it is still looked at, but rarely."""
-        self._filter_matches: Matches | None = None
-        self._seeking: Iterator[int | None] | None = None
         self._counted_to = 0
         self._new_lines = 0
         self._prefixes: set[str] = set()
@@ -114,11 +111,8 @@ class LogFeed:
         """
 
         def do() -> None:
-            self._ticket = ticket
-            place = start if back else self._behind(start)
-            self._seeking = self._sought(
-                matches, [(place, back)], f"no {what} {'above' if back else 'below'}"
-            )
+            place = start if back else self._shown.stop_of(start)
+            self._seek(ticket, matches, [(place, back)], f"no {what} {'above' if back else 'below'}")
 
         self._later(do)
 
@@ -126,9 +120,8 @@ class LogFeed:
         """Go to the last line that matches, up to the one at `start`; without any to the first behind it."""
 
         def do() -> None:
-            self._ticket = ticket
-            place = self._behind(start)
-            self._seeking = self._sought(matches, [(place, True), (place, False)], "no line matches")
+            place = self._shown.stop_of(start)
+            self._seek(ticket, matches, [(place, True), (place, False)], "no line matches")
 
         self._later(do)
 
@@ -137,7 +130,7 @@ class LogFeed:
 
         def do() -> None:
             self._search_matches = matches
-            self._search = LogScan(self._both(matches)) if matches else None
+            self._search = LogScan(self._shown.matching(matches)) if matches else None
             self._show()
 
         self._later(do)
@@ -146,10 +139,9 @@ class LogFeed:
         """Show only the lines that match; None: all. Stay at `anchor`, or follow the end."""
 
         def do() -> None:
-            self._filter = LogScan(matches) if matches else None
-            self._filter_matches = matches
+            self._shown.filter(matches)
             if self._search_matches is not None:
-                self._search = LogScan(self._both(self._search_matches))
+                self._search = LogScan(self._shown.matching(self._search_matches))
             self._ticket, self._anchor = ticket, anchor
             self._show()
 
@@ -173,7 +165,7 @@ class LogFeed:
 
     def save(self, path: Path, span: tuple[int, int] | None) -> None:
         """Write the lines from the first to the last of `span`, or all that are shown, to `path`."""
-        self._later(lambda: self._save(path, span))
+        self._later(lambda: self._say(self._shown.save(path, span, lambda: self._stopped)))
 
     # the thread
 
@@ -210,21 +202,32 @@ class LogFeed:
         worked = False
         while time.monotonic() < until and not self._requests and not self._stopped:
             if self._seeking is not None:
-                found = next(self._seeking, _END)
-                if found == _END:
-                    self._seeking = None
-                elif found is not None:
-                    self._seeking = None
-                    self._go(self._ticket, found)
-                worked = True
-                continue
-            scans = [scan for scan in (self._filter, self._search) if scan is not None]
-            if not any(scan.step(self._file.read, self._file.extents) for scan in scans):
+                self._seek_on(self._seeking)
+            elif not any(scan.step(self._file.read, self._file.extents) for scan in self._scans()):
                 break
             worked = True
         if worked and not self._requests:
             self._show()
         return worked and self._threaded
+
+    def _scans(self) -> list[LogScan]:
+        return [scan for scan in (self._shown.scan, self._search) if scan is not None]
+
+    def _seek(self, ticket: int, matches: Matches, ways: list[Way], none: str) -> None:
+        self._ticket, self._found_none = ticket, none
+        self._seeking = self._shown.search(matches, ways)
+
+    def _seek_on(self, seeking: Iterator[int | None]) -> None:
+        """Look at one slice more."""
+        try:
+            found = next(seeking)
+        except StopIteration:
+            self._seeking = None
+            self._say(self._found_none)
+        else:
+            if found is not None:
+                self._seeking = None
+                self._go(self._ticket, found)
 
     def _look_and_show(self) -> None:
         self._file.refresh()
@@ -239,12 +242,11 @@ class LogFeed:
         if file.restarts != self._restarts_told:
             self._restarts_told = file.restarts
             self._counted_to, self._new_lines = file.end, 0
-            for scan in (self._filter, self._search):
-                if scan is not None:
-                    scan.restart()
+            for scan in self._scans():
+                scan.restart()
         if self._anchor is not None:
             self._count_new()
-        if self._filter is not None or self._search is not None:
+        if self._scans():
             self._work(BUSY_S if self._threaded else float("inf"))
         self._show()
 
@@ -264,52 +266,6 @@ class LogFeed:
         self._anchor = place
         self._show(goto=place)
 
-    def _both(self, matches: Matches) -> Matches:
-        """What matches and is shown: a filter hides the others from a search."""
-        shown = self._filter_matches
-        if shown is None:
-            return matches
-        if isinstance(matches, Containing):
-            return Containing(matches.needle, also=shown)
-        return lambda text: shown(text) and matches(text)
-
-    def _sought(self, matches: Matches, ways: list[tuple[int, bool]], none: str) -> Iterator[int | None]:
-        """Yields None after each slice without a match, then where the match is; says `none` at the end.
-
-        `ways`: places to begin at, and whether to look backwards from there; one after the other.
-        """
-        both = self._both(matches)
-        for place, back in ways:
-            while spans := self._slice_before(place) if back else self._slice_from(place):
-                low, high = spans
-                if hits := matching(self._file.read(low, high), both):
-                    yield low + (hits[-1] if back else hits[0])
-                place = low if back else high
-                yield None
-        self._say(none)
-
-    def _behind(self, start: int) -> int:
-        spans = self._file.spans_from(start, 1)
-        return spans[0].stop if spans else self._file.end
-
-    def _slice_from(self, place: int) -> tuple[int, int] | None:
-        """Whole lines of about a slice from `place` on, as a range; gaps are passed over."""
-        known = self._file.extents.run_from(place)
-        if known is None:
-            return None
-        start, stop = known
-        if stop - start <= SLICE:
-            return start, stop
-        end = self._file.start_of(start + SLICE)
-        return start, end if end > start else self._behind(start)
-
-    def _slice_before(self, place: int) -> tuple[int, int] | None:
-        known = self._file.extents.run_before(place)
-        if known is None:
-            return None
-        start, stop = known
-        return start if stop - start <= SLICE else self._file.start_of(stop - SLICE), stop
-
     # pages
 
     def _say(self, note: str) -> None:
@@ -319,18 +275,18 @@ class LogFeed:
         file = self._file
         end = file.end
         if self._anchor is None:
-            before, behind = self._before(end, AROUND), []
+            before, behind = self._shown.before(end, AROUND), []
         else:
             anchor = min(self._anchor, end)
-            before, behind = self._before(anchor, AROUND), self._from(anchor, AROUND)
+            before, behind = self._shown.before(anchor, AROUND), self._shown.behind(anchor, AROUND)
         rows = tuple(file.row(span) for span in (*before, *behind))
         self._prefixes.update(filter(None, (prefix_of(row.text) for row in rows[-100:])))
         self._deliver(
             LogPage(
                 ticket=self._ticket,
                 rows=rows,
-                at_start=not before or not self._before(before[0].start, 1),
-                at_end=not behind or not self._from(behind[-1].stop, 1),
+                at_start=not before or not self._shown.before(before[0].start, 1),
+                at_end=not behind or not self._shown.behind(behind[-1].stop, 1),
                 goto=goto,
                 end=end,
                 missing=file.missing,
@@ -338,63 +294,12 @@ class LogFeed:
                 replaced=file.replaced,
                 restarts=file.restarts,
                 search=_found(self._search),
-                filter=_found(self._filter),
+                filter=_found(self._shown.scan),
                 prefixes=tuple(sorted(self._prefixes)),
                 note=note,
                 asked=asked,
             )
         )
-
-    def _before(self, offset: int, most: int) -> list[Span]:
-        if self._filter is None:
-            return self._file.spans_before(offset, most)
-        found = self._filter.found
-        at = bisect.bisect_left(found, offset)
-        return self._lines(found[max(0, at - most) : at])
-
-    def _from(self, offset: int, most: int) -> list[Span]:
-        if self._filter is None:
-            return self._file.spans_from(offset, most)
-        found = self._filter.found
-        at = bisect.bisect_left(found, offset)
-        return self._lines(found[at : at + most])
-
-    def _lines(self, starts: object) -> list[Span]:
-        return [span for start in starts for span in self._file.spans_from(start, 1)]  # type: ignore[attr-defined]
-
-    # saving
-
-    def _save(self, path: Path, span: tuple[int, int] | None) -> None:
-        low, high = (0, self._file.end) if span is None else span
-        written = lines = 0
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with path.open("w", encoding="utf-8", errors="replace") as out:
-                for row in self._saved_rows(low, high):
-                    text = f"--- {amount(row.stop - row.start)} are not here ---" if row.gap else row.text
-                    written += out.write(f"{text}\n")
-                    lines += 1
-                    if written > SAVED_BYTES or self._stopped:
-                        break
-        except OSError as error:
-            self._say(f"not saved: {path}: {error.strerror or error}")
-            return
-        cut = f", cut after {amount(written)}" if written > SAVED_BYTES else ""
-        self._say(f"{lines:,} line{'s' * (lines != 1)} saved to {path}{cut}")
-
-    def _saved_rows(self, low: int, high: int) -> Iterator[Row]:
-        place = low
-        while place < high:
-            spans = [span for span in self._from(place, 1000) if span.start < high]
-            if not spans:
-                return
-            for span in spans:
-                yield self._file.row(span)
-            place = spans[-1].stop
-
-
-_END = -1
-"""What a search without a match ends with."""
 
 
 def _found(scan: LogScan | None) -> Found | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from controller import figures
 from controller.health import age_text
 from controller.run_records import Thread
 from controller.run_state import RunState
+from controller.text import safe_line
 from controller.tui.lines import hanging, heading, line, remote
 from controller.tui.overview import PROGRESS_STALE_S
 from controller.tui.palette import BAD, FAINT, HEADING, LABEL, LEVELS, PLAIN, VALUE, WARN
@@ -60,10 +61,11 @@ def _row(cells: Mapping[str, str], columns: Mapping[str, int]) -> str:
     shown = []
     for name, wide in columns.items():
         if name in cells:
-            cell = remote(cells[name])
-            cell.truncate(wide, overflow="ellipsis")
-            blank = " " * (wide - cell.cell_len)
-            shown.append(cell.plain + blank if name in _LEFT else blank + cell.plain)
+            cell = safe_line(cells[name])
+            if cell_len(cell) > wide:
+                cell = set_cell_size(cell, wide - 1) + "…"
+            blank = " " * (wide - cell_len(cell))
+            shown.append(cell + blank if name in _LEFT else blank + cell)
     return " ".join(shown)
 
 
