@@ -102,8 +102,8 @@ class ShownLog:
         return start if stop - start <= SLICE else self.file.start_of(stop - SLICE), stop
 
     def save(self, path: Path, span: tuple[int, int] | None, ended: Callable[[], bool]) -> str:
-        """Write the lines from the first to the last of `span`, or all, to `path`, until `ended`; returns what
-        is to be said of it.
+        """Write the lines from the first to the last of `span`, or all, to `path`, until `ended`; returns
+        what is to be said of it.
         """
         low, high = (0, self.file.end) if span is None else span
         written = lines = 0
