@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remote_payload.train import execution
+from remote_payload.train import execution, logit_passes
 from remote_payload.train import replica as replica_module
 from remote_payload.train.execution import COMPILED, EAGER, GRAPH
 from remote_payload.train.replay import difference
@@ -182,6 +182,26 @@ def test_a_replica_steps_down_in_the_middle_of_a_run_and_computes_the_same(
     for one, other in zip(before, run_rows(replica, given), strict=True):
         assert one[0] == other[0] and one[1].equal(other[1])
     assert graphs.made[0].replays == replays
+
+
+@pytest.mark.parametrize("objective", ["ce", "forward_kl"])
+def test_a_loss_by_kernels_of_our_own_is_the_plain_one_and_ends_with_compiled_steps(
+    tmp_path: Path, graphs: type[RecordedGraph], monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    scan, scans = logit_passes.scan, []
+    monkeypatch.setattr(logit_passes, "scan", lambda *given: scans.append(1) or scan(*given))
+    given = rows(tmp_path, 2)
+    replica = make_replica(tmp_path, CPU, "float32", objective=objective)
+    replica._loss_kernels = True  # as a proof on a GPU leaves it
+    result = replica.warm_up("graph")
+    assert (result.execution, result.loss_kernels) == (GRAPH, True)
+    before, read = run_rows(replica, given), len(scans)
+    assert read
+    replica.step_down("9 graphs compiled after warm-up")
+    for one, other in zip(before, run_rows(replica, given), strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-4)
+        torch.testing.assert_close(one[1], other[1], rtol=1e-3, atol=1e-5)
+    assert len(scans) == read
 
 
 def test_where_a_step_is_one_row_the_optimizer_reads_gradients_where_autograd_left_them(
