@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from controller.commands.launch import ChangesOption, ForceOption, RestartOption, with_restart
-from controller.commands.options import JsonOption, Run, pure_json, say, show_upload
+from controller.commands.options import JsonOption, Run, pure_json, show_upload
 from controller.commands.watch import follow_to_stdout
+from controller.narration import say
 
 
 def stop(

@@ -15,11 +15,11 @@ from controller.commands.options import (
     PlaceOptions,
     Run,
     check_device,
-    say,
     show_upload,
     with_place_options,
 )
 from controller.errors import UsageError
+from controller.narration import say
 
 if TYPE_CHECKING:
     from controller.inventory import Host

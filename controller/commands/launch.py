@@ -14,11 +14,11 @@ from controller.commands.options import (
     JsonOption,
     PlaceOptions,
     pure_json,
-    say,
     show_upload,
     with_place_options,
 )
 from controller.commands.watch import follow_to_stdout
+from controller.narration import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What several commands share: options, the choice of a place, narration on stderr.
+"""What several commands share: options, and the choice of a place.
 
 Typer reads a command's options from its signature. The five options that describe a place stand in one
 dataclass instead, and `with_place_options` spells them out for typer, so that a command has them as one
@@ -19,12 +19,10 @@ import typer
 
 from controller import completion
 from controller.errors import UsageError
-from controller.narration import is_quiet, say
+from controller.narration import is_quiet
 
 if TYPE_CHECKING:
     from controller.inventory import Host
-
-__all__ = ["say"]  # narration, for the commands
 
 Run = Annotated[
     str | None,

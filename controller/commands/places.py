@@ -17,11 +17,11 @@ from controller.commands.options import (
     PlaceOptions,
     check_device,
     pure_json,
-    say,
     show_upload,
     with_place_options,
 )
 from controller.errors import PayloadEnvironmentError, UsageError
+from controller.narration import say
 
 REST = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Context settings of a command whose last words are somebody else's."""

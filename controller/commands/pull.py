@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from controller import completion
-from controller.commands.options import JsonOption, say
-from controller.narration import is_quiet
+from controller.commands.options import JsonOption
+from controller.narration import is_quiet, say
 
 
 def pull(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from controller.commands.options import Run, say
+from controller.commands.options import Run
+from controller.narration import say
 
 
 def report(

@@ -14,10 +14,10 @@ from controller.commands.options import (
     JsonOption,
     PlaceOptions,
     Run,
-    say,
     with_place_options,
 )
 from controller.errors import UsageError
+from controller.narration import say
 
 PathOption = Annotated[
     str | None,
