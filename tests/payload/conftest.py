@@ -18,3 +18,11 @@ def own_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     torch = sys.modules.get("torch")  # without it nothing is compiled
     if "PYTEST_XDIST_WORKER" in os.environ and torch is not None and torch.cuda.is_available():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Torch's global generator begins anew: what else this process ran before plays no part."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
