@@ -8,6 +8,7 @@ import pwd
 import select
 import signal
 import subprocess
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -60,8 +61,11 @@ class LocalProcess:
             env=_environment(),
             start_new_session=True,  # the terminal's Ctrl-C is for the views alone
         )
-        streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
-        self._in, self._out, self._error = (s.fileno() for s in streams if s is not None)
+        popen = self._popen
+        assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
+        self._stdin = popen.stdin
+        self._stdin_lock = threading.Lock()  # its number may be another file's once it is closed
+        self._in, self._out, self._error = (s.fileno() for s in (popen.stdin, popen.stdout, popen.stderr))
         os.set_blocking(self._in, False)
         self._open = {self._out, self._error}
         self._stderr = bytearray()
@@ -69,25 +73,25 @@ class LocalProcess:
     def send(self, data: bytes | memoryview) -> None:
         """All of `data` to its stdin, as fast as it reads."""
         view = memoryview(data)
-        writable = select.poll()
-        stdin = self._popen.stdin
+        room = select.poll()
+        room.register(self._in, select.POLLOUT)
         while view:
-            if stdin is None or stdin.closed:
-                raise ConnectionLostError("the command's stdin is closed")
-            writable.register(self._in, select.POLLOUT)
-            if not writable.poll(500):
-                continue
-            try:
-                view = view[os.write(self._in, view[:_PIPE_BYTES]) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise ConnectionLostError("the command has closed its stdin") from error
+            with self._stdin_lock:
+                if self._stdin.closed:
+                    raise ConnectionLostError("the command's stdin is closed")
+                try:
+                    view = view[os.write(self._in, view[:_PIPE_BYTES]) :]
+                    continue
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    raise ConnectionLostError("the command has closed its stdin") from error
+            room.poll(500)
 
     def close_stdin(self) -> None:
         """The end of its stdin."""
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
+        with self._stdin_lock:
+            self._stdin.close()
 
     def receive(self, timeout: float) -> bytes | None:
         """Some of its stdout, b"" at the end."""
@@ -158,7 +162,8 @@ class LocalProcess:
 
     def close(self) -> None:
         """Close the pipes, which ends what minds them, and then end the command's session."""
-        for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+        self.close_stdin()
+        for stream in (self._popen.stdout, self._popen.stderr):
             if stream is not None:
                 stream.close()
         self._open.clear()

@@ -1,5 +1,7 @@
 """What every kind of place promises, on this machine; tests/rig/test_place.py has the remote kinds."""
 
+import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -9,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from controller import local
 from controller.errors import ConnectionLostError, UnreachableError
 from controller.inventory import Host
+from controller.local import LocalProcess
 from controller.place import BegunProcess, Place, open_place, script
 
 ECHO = "import sys; sys.stdout.write(''.join(text + '\\0' for text in sys.argv[1:]))"
@@ -153,6 +157,37 @@ def test_sending_to_a_closed_process_is_a_lost_connection(place: Place) -> None:
     with pytest.raises(ConnectionLostError):
         process.send(b"x" * 100)
     process.close()
+
+
+def test_what_is_sent_reaches_no_file_that_was_opened_after_the_command_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = LocalProcess(["sleep", "60"])
+    number = process._in
+    opened: list[int] = []
+
+    class ClosedMeanwhile:
+        """Another thread closes the command while this one waits for room in the pipe."""
+
+        def register(self, descriptor: int, events: int) -> None: ...
+
+        def poll(self, timeout: float) -> list[tuple[int, int]]:
+            monkeypatch.undo()
+            process.close()
+            reader, writer = os.pipe()
+            os.dup2(writer, number)
+            opened.extend({reader, writer, number})
+            os.set_blocking(reader, False)
+            opened.insert(0, reader)
+            return [(number, select.POLLOUT)]
+
+    monkeypatch.setattr(local.select, "poll", ClosedMeanwhile)
+    with pytest.raises(ConnectionLostError, match="closed"):
+        process.send(b"x" * (1 << 20))
+    with pytest.raises(BlockingIOError):  # nothing came
+        os.read(opened[0], 1)
+    for descriptor in set(opened):
+        os.close(descriptor)
 
 
 def test_commands_of_one_place_run_side_by_side(place: Place) -> None:
