@@ -70,7 +70,6 @@ class Attempt:
         status: RunStatus,
         inbox: Inbox,
         timing: Timing,
-        sample_gpus: bool,
     ) -> None:
         self._dir = run_dir
         self._run = run
@@ -78,7 +77,6 @@ class Attempt:
         self._status = status
         self._inbox = inbox
         self._timing = timing
-        self._sample_gpus = sample_gpus
         self._progress_seen: tuple[int, int] | None = None
         self._progress_at = time.monotonic()
         self._first_progress: float | None = None
@@ -256,8 +254,6 @@ class Attempt:
             )
 
     def _start_gpus(self) -> GpuSampler | None:
-        if not self._sample_gpus:
-            return None
         try:
             samples = rundir.RecordWriter(self._dir / rundir.GPU, attempt=self._status.attempt)
         except OSError as error:

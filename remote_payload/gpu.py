@@ -19,11 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from remote_payload import gpu_rows
 from remote_payload.gpu_rows import Row
-from remote_payload.rundir import RecordWriter
 from remote_payload.timing import time_scale
 
 COMMAND = "nvidia-smi"
@@ -63,12 +62,19 @@ class Timing:
         )
 
 
+class Records(Protocol):
+    """Where samples go: a `RecordWriter`, or what takes records as it does."""
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Take one record of `kind`."""
+
+
 class GpuSampler:
     """Writes `gpu_constants`, `gpu` and `gpu_none` records until `stop`; call `start` once."""
 
     def __init__(
         self,
-        records: RecordWriter,
+        records: Records,
         *,
         on_problem: Callable[[str], None],
         timing: Timing | None = None,

@@ -10,7 +10,6 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,15 +21,12 @@ _PATIENCE_S: Final = 20.0
 _TROUBLE_S: Final = 10.0
 """After a problem, how long a single listing waits for what can be had all the same."""
 
-Say = Callable[[dict[str, Any]], None]
-
 
 class _Listings:
-    """Takes the sampler's records (as a `RecordWriter` does) and says one object a listing."""
+    """Takes the sampler's records (as a `RecordWriter` does) and prints one object a listing."""
 
-    def __init__(self, workspace: Path, say: Say) -> None:
+    def __init__(self, workspace: Path) -> None:
         self._workspace = workspace
-        self._say = say
         self._constants: dict[str, dict[str, Any]] = {}
         self.problem = ""
         self.news = threading.Event()
@@ -60,40 +56,30 @@ class _Listings:
         for gpu in gpus:
             gpu["runs"] = [run["id"] for run in runs if gpu["uuid"] in run["uuids"]]
         self.problem = ""
-        self._say({"t": round(time.time(), 3), "gpus": gpus, "why": why or None, "runs": runs})
+        listing = {"t": round(time.time(), 3), "gpus": gpus, "why": why or None, "runs": runs}
+        print(json.dumps(listing), flush=True)
         self.done.set()
         self.news.set()
 
 
-def list_gpus(
-    workspace: Path, every_s: float | None, *, say: Say | None = None, command: str = COMMAND
-) -> int:
+def list_gpus(workspace: Path, every_s: float | None) -> int:
     """Say the GPUs once, or every `every_s` seconds (at least 1) until stdin ends.
 
     Each object: `t`, `gpus` (index, uuid, the keys of docs/rundir.md's gpu.jsonl, `runs`: ids of the living
     runs that use it), `why` (null, or what is wrong), `runs` (the living runs).
     """
-    listings = _Listings(workspace, say or _print)
+    listings = _Listings(workspace)
     timing = Timing(interval=max(1.0, every_s or 5.0), first_answer=_PATIENCE_S)
-    sampler = GpuSampler(
-        listings,  # type: ignore[arg-type]
-        on_problem=listings.trouble,
-        timing=timing,
-        command=command,
-    )
+    sampler = GpuSampler(listings, on_problem=listings.trouble, timing=timing)
     sampler.start()
     try:
         if every_s is None:
             listings.news.wait(timing.first_answer + timing.silence)
             if not listings.done.wait(_TROUBLE_S if listings.problem else 0):
-                listings.write("gpu_none", reason=listings.problem or f"{command} gave no answer")
+                listings.write("gpu_none", reason=listings.problem or f"{COMMAND} gave no answer")
         else:
             while sys.stdin.buffer.read(4096):
                 pass
     finally:
         sampler.stop()
     return 0
-
-
-def _print(record: dict[str, Any]) -> None:
-    print(json.dumps(record), flush=True)

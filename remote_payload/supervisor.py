@@ -11,7 +11,6 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -31,42 +30,31 @@ class SupervisorError(Exception):
     """The run directory cannot be supervised; the text says why in one sentence."""
 
 
-def supervise(
-    run_dir: Path,
-    *,
-    command: Sequence[str] | None = None,
-    timing: Timing | None = None,
-    sample_gpus: bool = True,
-) -> int:
+def supervise(run_dir: Path) -> int:
     """Run the trainer of `run_dir` to its end and return the exit code that `status.json` names.
 
-    `command` replaces the trainer's command line. Raises SupervisorError when there is no run to
-    supervise, or when somebody supervises it already.
+    Raises SupervisorError when there is no run to supervise, or when somebody supervises it already.
     """
-    return Supervisor(run_dir, command, timing or Timing.scaled(time_scale()), sample_gpus).run()
+    return Supervisor(run_dir).run()
 
 
 class Supervisor:
     """All attempts at one run until an end stands."""
 
-    def __init__(
-        self, run_dir: Path, command: Sequence[str] | None, timing: Timing, sample_gpus: bool
-    ) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir
         self._lock = _lock(run_dir)
         run = rundir.read_whole(run_dir / rundir.RUN)
         if run is None:
             raise SupervisorError(f"{run_dir / rundir.RUN}: missing, or not a record; `start` writes it")
         self._run = run
-        self._command = command
-        if command is None and not (isinstance(run.get("python"), str) and run["python"]):
+        if not (isinstance(run.get("python"), str) and run["python"]):
             raise SupervisorError(
                 f"{run_dir / rundir.RUN}: python is missing: expected an interpreter's path"
             )
-        self._timing = timing
-        self._sample_gpus = sample_gpus
+        self._timing = Timing.scaled(time_scale())
         self._inbox = Inbox()
-        self._status = RunStatus(run_dir, last_attempt(run_dir) + 1, timing.beat)
+        self._status = RunStatus(run_dir, last_attempt(run_dir) + 1, self._timing.beat)
         self._restarts = Restarts(RestartPolicy.read(run_dir / rundir.JOB, time_scale()))
 
     def run(self) -> int:
@@ -87,7 +75,7 @@ class Supervisor:
 
     def _attempts(self) -> Outcome:
         while True:
-            command = list(self._command or self._trainer_command())
+            command = [self._run["python"], str(PAYLOAD), "train", str(self._dir), str(self._status.attempt)]
             self._status.note("start", argv=command, pid=os.getpid(), payload=self._run.get("payload"))
             attempt = Attempt(
                 self._dir,
@@ -96,7 +84,6 @@ class Supervisor:
                 status=self._status,
                 inbox=self._inbox,
                 timing=self._timing,
-                sample_gpus=self._sample_gpus,
             )
             ended = attempt.run()
             decision = self._restarts.after(ended)
@@ -152,9 +139,6 @@ class Supervisor:
         )
         self._status.enter(ended.state, ended.reason)
         return ended.exit_code
-
-    def _trainer_command(self) -> list[str]:
-        return [self._run["python"], str(PAYLOAD), "train", str(self._dir), str(self._status.attempt)]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._inbox.signals.append(number)

@@ -24,6 +24,7 @@ from remote_payload import identity
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_STRAYS_S = 2.0
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be imported between fork and exec
 
@@ -107,12 +108,12 @@ def trainer_environment(extra: object) -> dict[str, str]:
     return environment
 
 
-def kill_strays(spare: Sequence[int], *, patience: float = 2.0) -> None:
-    """SIGKILL to every child of this process but `spare`, until there are none left.
+def kill_strays(spare: Sequence[int]) -> None:
+    """SIGKILL to every child of this process but `spare`, until there are none left, for at most 2 s.
 
-    Killing one hands its own children to us, hence the loop; `patience` is in seconds.
+    Killing one hands its own children to us, hence the loop.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + _STRAYS_S
     while time.monotonic() < deadline:
         strays = [pid for pid in identity.children() if pid not in spare]
         if not strays:
