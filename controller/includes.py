@@ -49,7 +49,13 @@ def collect(paths: Sequence[Path]) -> list[Included]:
     """The files that `paths` mean, read once for their sha256. Raises UsageError."""
     found: dict[str, Included] = {}
     for path in paths:
-        for file, name in _files(path):
+        try:
+            files = _files(path)
+        except OSError as error:
+            raise UsageError(
+                f"--include {path}: {error.filename} cannot be read ({error.strerror})"
+            ) from error
+        for file, name in files:
             if name in found:
                 raise UsageError(f"--include {path}: {name} is included twice", "Rename one of them.")
             found[name] = _included(file, name)

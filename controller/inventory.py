@@ -187,6 +187,8 @@ def choose(
     A place that the file lacks is made from the options when they say its kind. Raises
     InventoryError, and UsageError for options that cannot be.
     """
+    if wanted == "":  # as of a variable that is not set: the default would be another machine
+        raise UsageError("--host is empty", "Name a place, or leave --host out for the default.")
     inventory = load()
     if kind is not None and kind not in _KINDS:
         raise UsageError(f"--kind {kind}: expected one of {', '.join(_KINDS)}")

@@ -16,7 +16,8 @@ from controller.narration import say
 def stop(
     run: Run = None,
     grace: Annotated[
-        float, typer.Option("--grace", min=0, metavar="S", help="Seconds until it is ended by force.")
+        float,
+        typer.Option("--grace", min=0, max=86400, metavar="S", help="Seconds until it is ended by force."),
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> int:
@@ -41,7 +42,7 @@ def stop(
 def checkpoint(
     run: Run = None,
     limit: Annotated[
-        float, typer.Option("--limit", min=1, metavar="S", help="Longest wait, in seconds.")
+        float, typer.Option("--limit", min=1, max=86400, metavar="S", help="Longest wait, in seconds.")
     ] = 300.0,
     as_json: JsonOption = False,
 ) -> int:

@@ -36,5 +36,5 @@ def report(
         catch_up(directory, mirror)
     target = write_report(directory, out)
     say(f"written, {target.stat().st_size >> 10} KiB:")
-    print(target.resolve())
+    print(target)
     return 0

@@ -26,11 +26,15 @@ def page_of(directory: Path, now: float) -> str:
 def write_report(directory: Path, out: Path | None) -> Path:
     """Write the page to `out`, or to `<run>.html` in the working folder; returns where.
 
-    Whole or not at all. Raises UsageError when `out` is a folder, LocalStateError when it cannot be written.
+    Whole or not at all. Raises UsageError when `out` is a folder or a device, LocalStateError when it cannot
+    be written.
     """
-    target = out or Path(f"{directory.parent.name}.html")
+    named = out or Path(f"{directory.parent.name}.html")
+    target = named.resolve()  # a link stays, and what it names is new
     if target.is_dir():
-        raise UsageError(f"--out {target}: is a folder", f"Name a file, say {target / 'report.html'}")
+        raise UsageError(f"--out {named}: is a folder", f"Name a file, say {target / 'report.html'}")
+    if target.exists() and not target.is_file():  # the new file would take the place of /dev/null itself
+        raise UsageError(f"--out {named}: is no plain file")
     page = page_of(directory, time.time())
     try:
         rundir.write_whole(target, page.encode("utf-8"))

@@ -225,6 +225,8 @@ def test_a_place_that_the_file_lacks_is_described_by_options(tmp_path: Path) -> 
     assert (host.kind, host.address, host.container, host.user) == ("proxmox", "10.9.9.9", 300, "root")
     assert host.env == {"A": "1", "B": "all"}
     assert choose("fe80::1", kind="ssh").name == "fe80--1"
+    with pytest.raises(UsageError, match="--host is empty"):
+        choose("", kind="ssh")
     with pytest.raises(UsageError, match="--kind lcx: expected one of"):
         choose("10.9.9.9", kind="lcx")
     with pytest.raises(UsageError, match=r"the command line: container: is missing"):

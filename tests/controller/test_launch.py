@@ -21,6 +21,7 @@ from controller.errors import (
     RunLostError,
     UsageError,
 )
+from controller.includes import collect
 from controller.inventory import Host
 from controller.launch import LaunchedRun, launch, new_run_id
 from controller.run_control import stop
@@ -142,6 +143,15 @@ def test_included_files_lie_in_the_run_and_the_job_names_them_there(host: Host, 
     assert (folder / "include" / "mine" / "data.arrow").read_bytes() == b"arrow"
     assert f'dataset = "{folder}/include/mine/data.arrow"' in (folder / rundir.JOB).read_text()
     wait_for(run, "finished")
+
+
+def test_an_included_folder_that_cannot_be_walked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, pattern: str) -> list[Path]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "locked"))
+
+    monkeypatch.setattr(Path, "rglob", refused)
+    with pytest.raises(UsageError, match=r"--include /: /locked cannot be read \(Permission denied\)"):
+        collect([Path("/")])
 
 
 def test_no_argument_of_any_command_holds_a_variable_of_the_trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -165,6 +166,18 @@ def test_it_is_written_whole_or_not_at_all_and_says_why(
     assert target.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1129-a7f3", "1129-a7f3.html"]
     shutil.rmtree(tmp_path / "1129-a7f3")
+
+
+def test_a_page_takes_the_place_of_no_device_and_of_no_link(tmp_path: Path) -> None:
+    golden.finished().write(tmp_path / "1129-a7f3" / "gpu1")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("page.html")
+    with pytest.raises(UsageError, match="is no plain file"):
+        write_report(tmp_path / "1129-a7f3" / "gpu1", tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    written = write_report(tmp_path / "1129-a7f3" / "gpu1", tmp_path / "link")
+    assert written == (tmp_path / "page.html").resolve()
+    assert (tmp_path / "link").is_symlink() and "FINISHED" in written.read_text()
 
 
 def test_the_command_writes_it_and_says_where(
