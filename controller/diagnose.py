@@ -228,6 +228,16 @@ SIGNATURES: tuple[Signature, ...] = (
         seen="a demo on two busy cores",
     ),
     _signature(
+        "killed-by-somebody",
+        r"not by the kernel for lack of memory",
+        what="Somebody or something killed the trainer with SIGKILL; memory was not short.",
+        why="The kernel counts whom it kills for lack of memory in the container, and that count did not rise."
+        " A person's `kill -9`, a task manager or a shutdown of the container leave no other trace.",
+        do="Ask who works on that machine, and look at its journal of that moment. Nothing of the run itself"
+        " needs to be changed.",
+        seen="kill -9 by hand",
+    ),
+    _signature(
         "killed-memory",
         r"SIGKILL|(exit code|status|rc=?) ?137\b|oom-kill|Out of memory: Killed process",
         what="The trainer was killed with SIGKILL (137), most often for memory.",

@@ -46,6 +46,8 @@ SEEN = {
     " (see crash/thread-drafter-0.json)",
     "nan-loss": "FloatingPointError: loss is nan at step 300",
     "stop-grace": "killed by SIGKILL killed by SIGKILL: it did not end in time after it was asked to stop",
+    "killed-by-somebody": "killed by SIGKILL killed by SIGKILL: not by the kernel for lack of memory, so by"
+    " somebody or something else\nstep 5 loss 2.1",
     "killed-memory": "killed by SIGKILL the trainer was killed by SIGKILL\nstep 5 loss 2.1",
     "segfault": "killed by SIGSEGV the trainer was killed by SIGSEGV",
     "terminated": "killed by SIGTERM the trainer was killed by SIGTERM",
