@@ -231,7 +231,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "killed-by-somebody",
         r"not by the kernel for lack of memory",
         what="Somebody or something killed the trainer with SIGKILL; memory was not short.",
-        why="The kernel counts whom it kills for lack of memory in the container, and that count did not rise."
+        why="The kernel counts whom it kills for lack of memory in the container; that count did not rise."
         " A person's `kill -9`, a task manager or a shutdown of the container leave no other trace.",
         do="Ask who works on that machine, and look at its journal of that moment. Nothing of the run itself"
         " needs to be changed.",
