@@ -140,7 +140,7 @@ def load() -> Inventory:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InventoryError(f"{path}: cannot be read ({error})") from error
+        raise InventoryError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     return parse(text, str(path))
 
 

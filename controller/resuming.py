@@ -99,7 +99,7 @@ def changed_job(path: Path, changes: Mapping[str, Any], say: Say) -> Job:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LocalStateError(
-            f"{path}: the run's job cannot be read ({error})",
+            f"{path}: the run's job cannot be read ({getattr(error, 'strerror', None) or error})",
             f"To have it copied anew: rm {shlex.quote(str(path.with_name(MIRROR)))} ; then dflashctl status.",
         ) from error
     try:

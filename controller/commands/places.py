@@ -123,7 +123,9 @@ def gpus(
         finally:
             arrived.process.close()
     if not listed:
-        raise PayloadEnvironmentError(f"{chosen.name}: its GPUs could not be listed")
+        raise PayloadEnvironmentError(
+            f"{chosen.name}: its GPUs could not be listed", f"See: dflashctl doctor --host {chosen.name}"
+        )
     if listed["why"] and not listed["gpus"]:
         say(f"{chosen.name}: no GPU can be used: {safe_line(str(listed['why']))}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -91,7 +92,8 @@ class Meter:
             return
         self._shown = now
         pace = (here - self._first) / max(now - self._begun, 1e-3)
-        line = f"{here / 2**20:,.1f} of {total / 2**20:,.1f} MiB, {pace / 2**20:,.0f} MiB/s, {file}"[:100]
+        room = min(100, shutil.get_terminal_size().columns - 1)  # a wrapped line could not be rewritten
+        line = f"{here / 2**20:,.1f} of {total / 2**20:,.1f} MiB, {pace / 2**20:,.0f} MiB/s, {file}"[:room]
         print(f"\r{line.ljust(self._wide)}", end="", file=sys.stderr, flush=True)
         self._wide = len(line)
 
