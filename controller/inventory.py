@@ -140,7 +140,8 @@ def load() -> Inventory:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InventoryError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise InventoryError(f"{path}: cannot be read ({why})") from error
     return parse(text, str(path))
 
 

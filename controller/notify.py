@@ -71,7 +71,8 @@ def load_hook() -> Hook | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise InventoryError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise InventoryError(f"{path}: cannot be read ({why})") from error
     unknown = sorted(set(values) - {"command", "on", "timeout"})
     if unknown:
         raise InventoryError(f"{path}: unknown key {unknown[0]!r}; known: command, on, timeout")
