@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from textual import on
 from textual.app import App
 
-from controller import figures
+from controller import figures, paths
+from controller.run_records import text
 from controller.run_state import RunState
 from controller.tui import background
 from controller.tui.dialogs import Notice, StopQuestion, error_lines
+from remote_payload import rundir
 from remote_payload.rundir import Request
 
 if TYPE_CHECKING:
@@ -79,17 +81,24 @@ class RunActions(App[int]):
         except Exception as error:  # its place.json is damaged or gone: nobody knows where it is
             self._refused(str(error), "without it nobody knows where the run is")
             return
-        if run_place.log_path is not None:
-            self.say("this is a log, not a run that dflashctl started: it can only be watched")
-            return
         background.begin(self, work, lambda say: function(run_place))
 
     def _refused(self, error: str, hint: str) -> None:
         self.push_screen(Notice("This did not work", error_lines(error, hint, max(30, self.size.width - 12))))
 
+    def _only_watched(self) -> bool:
+        """Whether this is a log that dflashctl did not start; says so."""
+        place = rundir.read_whole(self.directory / paths.PLACE) or {}
+        if not text(place, "log_path"):
+            return False
+        self.say("this is a log, not a run that dflashctl started: it can only be watched")
+        return True
+
     def action_stop_run(self) -> None:
         """Ask for the run's name, then stop it."""
         state = self.state
+        if self._only_watched():
+            return
         if state.ended:
             self.say(f"it has ended already: {state.health.headline}")
             return
@@ -107,6 +116,8 @@ class RunActions(App[int]):
     def action_checkpoint(self) -> None:
         """Have a checkpoint written now."""
         state = self.state
+        if self._only_watched():
+            return
         if state.ended:
             self.say(f"it has ended: {state.health.headline}")
             return

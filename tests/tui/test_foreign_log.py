@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from controller.tui.app import RunApp
+from controller.tui.run_screen import RunScreen
 from tests.tui import golden
 from tests.tui.conftest import screen_text
 from tests.tui.test_run_tui import Terminal
@@ -69,6 +70,19 @@ async def test_its_buckets_gpus_roles_steps_and_tail_are_shown_under_its_own_nam
         assert "59,823 batches an epoch" in shown
         assert "replica 1 ready on cuda:7\n" in shown
         assert "?" not in shown.replace("? help", ""), "what its lines do not say is left out"
+
+
+@pytest.mark.parametrize("key", ["S", "c"])
+async def test_it_can_only_be_watched_which_is_said_before_anything_is_asked(
+    key: str, tmp_path: Path
+) -> None:
+    app = RunApp(mirrored_log(tmp_path), clock=lambda: golden.NOW, period_s=None)
+    async with app.run_test(size=(100, 34)) as pilot:
+        await pilot.pause()
+        await pilot.press(key)
+        await pilot.pause()
+        assert "it can only be watched" in screen_text(pilot)
+        assert isinstance(app.screen, RunScreen), "nothing is asked"
 
 
 @pytest.mark.slow
