@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from controller.errors import ConnectionLostError, LocalStateError
 from controller.place import (
     BEGIN_GRACE_S,
+    SEND_S,
     STDERR_KEPT,
     BegunProcess,
     Command,
@@ -70,9 +71,10 @@ class LocalProcess:
         self._open = {self._out, self._error}
         self._stderr = bytearray()
 
-    def send(self, data: bytes | memoryview) -> None:
+    def send(self, data: bytes | memoryview, *, limit_s: float = SEND_S) -> None:
         """All of `data` to its stdin, as fast as it reads."""
         view = memoryview(data)
+        taken = time.monotonic()
         room = select.poll()
         room.register(self._in, select.POLLOUT)
         while view:
@@ -81,12 +83,15 @@ class LocalProcess:
                     raise ConnectionLostError("the command's stdin is closed")
                 try:
                     view = view[os.write(self._in, view[:_PIPE_BYTES]) :]
+                    taken = time.monotonic()
                     continue
                 except BlockingIOError:
                     pass
                 except OSError as error:
                     raise ConnectionLostError("the command has closed its stdin") from error
-            room.poll(500)
+            if time.monotonic() - taken >= limit_s:
+                raise ConnectionLostError(f"the command took nothing for {limit_s:g} s")
+            room.poll(min(500.0, 1000 * limit_s))
 
     def close_stdin(self) -> None:
         """The end of its stdin."""

@@ -8,6 +8,7 @@ here has a terminal, so nothing changes a byte.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -114,7 +115,7 @@ def _write(stream: BinaryIO, data: bytes) -> None:
 def _feed(command: Command, first: bytes, stdin: bool) -> None:
     with contextlib.suppress(ConnectionLostError):  # a command need not read it; a break shows elsewhere
         if first:
-            command.send(first)
+            command.send(first, limit_s=math.inf)
         while stdin:
             try:
                 data = os.read(0, 65536)
@@ -122,7 +123,7 @@ def _feed(command: Command, first: bytes, stdin: bool) -> None:
                 break
             if not data:
                 break
-            command.send(data)
+            command.send(data, limit_s=math.inf)  # it may read when it likes
         command.close_stdin()
 
 

@@ -41,6 +41,9 @@ NOISE_KEPT: Final = 64 * 1024
 BEGIN_GRACE_S: Final = 10.0
 """Seconds beyond the connect timeout that a command may take to begin (pct starts perl)."""
 
+SEND_S: Final = 60.0
+"""How long a command may take nothing of what is sent to it, unless somebody knows better."""
+
 SIGNAL_S: Final = 20.0
 """Longest time to deliver a signal."""
 
@@ -62,8 +65,11 @@ class Completed:
 class Process(Protocol):
     """One running command in a place. Not to be shared between threads, but for `send`."""
 
-    def send(self, data: bytes | memoryview) -> None:
-        """Write all of `data` to its stdin. Raises ConnectionLostError, also when stdin is closed."""
+    def send(self, data: bytes | memoryview, *, limit_s: float = SEND_S) -> None:
+        """Write all of `data` to its stdin.
+
+        Raises ConnectionLostError, also when stdin is closed, or when it took nothing for `limit_s` seconds.
+        """
 
     def close_stdin(self) -> None:
         """End its stdin; twice is once."""
@@ -261,9 +267,9 @@ class BegunProcess:
             noise += data
         return int(match[1]), noise[match.end() :]
 
-    def send(self, data: bytes | memoryview) -> None:
+    def send(self, data: bytes | memoryview, *, limit_s: float = SEND_S) -> None:
         """See `Process`."""
-        self._inner.send(data)
+        self._inner.send(data, limit_s=limit_s)
 
     def close_stdin(self) -> None:
         """See `Process`."""

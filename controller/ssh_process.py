@@ -13,11 +13,12 @@ import time
 import paramiko
 
 from controller.errors import ConnectionLostError
-from controller.place import STDERR_KEPT
+from controller.place import SEND_S, STDERR_KEPT
 
 _SLICE = 32_704
 """Bytes in one send: what fits into one SSH packet; 139 MiB/s against 27 with one big sendall."""
-_SEND_TIMEOUT_S = 60.0
+_LOOK_S = 1.0
+"""Longest wait for room in which nobody looks whether the limit is over."""
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
 """What paramiko raises when it sends on a connection that just broke; reading sends too: window sizes."""
 
@@ -29,19 +30,27 @@ class SshProcess:
         self._channel = channel
         self._peer = peer
         self._stderr = bytearray()
-        channel.settimeout(_SEND_TIMEOUT_S)
+        channel.settimeout(_LOOK_S)
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
 
-    def send(self, data: bytes | memoryview) -> None:
-        """All of `data` to its stdin; gives up when nothing could be sent for a minute."""
+    def send(self, data: bytes | memoryview, *, limit_s: float = SEND_S) -> None:
+        """All of `data` to its stdin, as fast as the other side makes room for it."""
         view = memoryview(data)
-        try:
-            for start in range(0, len(view), _SLICE):
-                self._channel.sendall(view[start : start + _SLICE])
-        except _BROKEN as error:
-            why = str(error) or ("the connection broke" if isinstance(error, EOFError) else "timed out")
-            raise self._lost(f"cannot send to it ({why})") from error
+        taken = time.monotonic()
+        while view:
+            try:
+                count = self._channel.send(view[:_SLICE])
+            except TimeoutError as error:
+                if time.monotonic() - taken >= limit_s:
+                    raise self._lost("cannot send to it (timed out)") from error
+                continue
+            except _BROKEN as error:
+                raise self._lost(f"cannot send to it ({str(error) or 'the connection broke'})") from error
+            if not count:
+                raise self._lost("cannot send to it (its stdin is closed)")
+            view = view[count:]
+            taken = time.monotonic()
 
     def close_stdin(self) -> None:
         """The end of its stdin."""

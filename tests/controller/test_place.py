@@ -1,5 +1,6 @@
 """What every kind of place promises, on this machine; tests/rig/test_place.py has the remote kinds."""
 
+import math
 import os
 import select
 import threading
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controller import local
+from controller import local, passing
 from controller.errors import ConnectionLostError, UnreachableError
 from controller.inventory import Host
 from controller.local import LocalProcess
@@ -149,6 +150,26 @@ def test_receive_returns_none_while_nothing_comes_and_bytes_when_they_do(place: 
     assert process.receive(60) == b""
     assert process.wait(60) == 0
     process.close()
+
+
+def test_a_command_that_takes_nothing_is_given_up_after_the_limit(place: Place) -> None:
+    process = place.start(["sleep", "60"])
+    with pytest.raises(ConnectionLostError, match=r"took nothing for 0\.2 s"):
+        process.send(b"x" * (1 << 20), limit_s=0.2)
+    process.close()
+
+
+def test_a_command_of_exec_may_read_its_stdin_when_it_likes() -> None:
+    limits: list[float] = []
+
+    class Lazy:
+        def send(self, data: bytes, *, limit_s: float) -> None:
+            limits.append(limit_s)
+
+        def close_stdin(self) -> None: ...
+
+    passing._feed(Lazy(), b"a program", False)  # type: ignore[arg-type]
+    assert limits == [math.inf]
 
 
 def test_sending_to_a_closed_process_is_a_lost_connection(place: Place) -> None:

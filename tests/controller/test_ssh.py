@@ -1,6 +1,8 @@
 """ssh_config, host keys and login keys, as far as they need no server; tests/rig/test_ssh.py has one."""
 
 import base64
+import math
+import os
 import socket
 import subprocess
 import threading
@@ -430,7 +432,7 @@ class BrokenChannel:
     def recv(self, _size: int) -> bytes:
         raise EOFError
 
-    def sendall(self, _data: memoryview) -> None:
+    def send(self, _data: memoryview) -> int:
         raise EOFError
 
 
@@ -443,3 +445,36 @@ def test_a_connection_that_breaks_under_a_read_or_a_write_is_a_lost_one() -> Non
             process.receive(1.0)
         with pytest.raises(ConnectionLostError, match=r"box: cannot send to it \(the connection broke\)"):
             process.send(b"x")
+
+
+class SlowChannel(BrokenChannel):
+    """A channel whose other side takes nothing for a while, and then half of what it is given."""
+
+    def __init__(self, end: socket.socket, stalls: int) -> None:
+        super().__init__(end)
+        self.stalls = stalls
+        self.taken = b""
+        self.ended = False
+
+    def send(self, data: memoryview) -> int:
+        if self.stalls:
+            self.stalls -= 1
+            raise TimeoutError
+        half = (len(data) + 1) // 2
+        self.taken += data[:half]
+        return 0 if self.ended else half
+
+
+def test_what_a_slow_command_takes_is_sent_once_and_a_limit_ends_the_wait_and_nothing_else() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel: Any = SlowChannel(ours, stalls=100)
+        data = os.urandom(100_000)
+        SshProcess(channel, "box").send(data, limit_s=math.inf)
+        assert channel.taken == data
+        channel.stalls = 1
+        with pytest.raises(ConnectionLostError, match=r"box: cannot send to it \(timed out\)"):
+            SshProcess(channel, "box").send(data, limit_s=0.0)
+        channel.ended = True
+        with pytest.raises(ConnectionLostError, match=r"box: cannot send to it \(its stdin is closed\)"):
+            SshProcess(channel, "box").send(data)
