@@ -100,7 +100,10 @@ def set_up(order: Order, say: Say) -> dict[str, Any]:
             lock.hold(alone.fileno())
         except BlockingIOError:
             raise SetupError(f"another setup of {venv} is at work") from None
-        return _Setup(order, say).run()
+        try:
+            return _Setup(order, say).run()
+        except OSError as error:  # a full disk, a file in the way, a folder that is not ours
+            raise SetupError(f"{error.filename or venv} cannot be used ({error.strerror})") from error
 
 
 class _Setup:

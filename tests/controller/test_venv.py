@@ -218,6 +218,12 @@ def test_a_folder_that_is_no_venv_of_ours_is_never_removed(host: Host, payload: 
     assert (Path(host.venv) / "thesis.tex").exists()
 
 
+def test_a_venv_that_is_a_file_is_refused_by_name(host: Host, payload: Payload, uv: Path) -> None:
+    Path(host.venv).write_text("")
+    with pytest.raises(PayloadEnvironmentError, match=r"the venv cannot be used \(Not a directory\)"):
+        set_up(host, payload, lambda text: None)
+
+
 def test_a_venv_that_a_living_run_uses_is_not_touched(host: Host, payload: Payload, uv: Path) -> None:
     set_up(host, payload, lambda text: None)
     (site,) = Path(host.venv).glob("lib/*/site-packages")
