@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import UsageError
 from controller.inventory import Host
+from controller.narration import Say
 from controller.paths import expanded
-from controller.payload_tool import INCLUDE, Say, run_tool
+from controller.payload_tool import INCLUDE, run_tool
 from controller.place import open_place
 from controller.run_place import RunPlace
+from controller.ship import Sent
 
 CONFIG: Final = "config.json"
 
@@ -59,7 +61,7 @@ def evaluate_run(
     *,
     checkpoint: str | None,
     say: Say,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Sent | None = None,
 ) -> Mapping[str, Any]:
     """Evaluate a checkpoint of the run mirrored in `directory`, where the run is; the tool's record.
 
@@ -81,7 +83,7 @@ def evaluate_folder(
     target: str | None,
     trust_remote_code: bool,
     say: Say,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Sent | None = None,
     accept_new_host_key: bool = False,
 ) -> Mapping[str, Any]:
     """Evaluate the drafter in `folder` in `host`, where it is brought if need be; the tool's record.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, ToolError
-from controller.payload_tool import Say, run_tool
+from controller.narration import Say
+from controller.payload_tool import run_tool
 from controller.place import open_place
 from controller.pull import Progress, pull
 from controller.run_place import RunPlace
 from controller.run_records import number, table, text, whole
+from controller.ship import Sent
 
 EXPORTS: Final = "exports"
 
@@ -48,7 +49,7 @@ def export(
     force: bool,
     to: Path | None,
     say: Say,
-    upload: Callable[[int, int], None] | None = None,
+    upload: Sent | None = None,
     progress: Progress | None = None,
 ) -> Exported:
     """Export a checkpoint of the run mirrored in `directory`, and pull it into `to` (None: leave it there).

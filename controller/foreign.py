@@ -8,12 +8,12 @@ attachment finds the same folder, and does without an answer from the place when
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from controller import paths
 from controller.errors import ConnectionLostError, UsageError
 from controller.inventory import Host
+from controller.narration import Say
 from controller.place import open_place
 from controller.run_place import RunPlace
 from controller.ship import pack, ship
@@ -25,7 +25,7 @@ def attach(
     host: Host,
     log_path: str,
     *,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
     accept_new_host_key: bool = False,
 ) -> Path:
     """The mirror folder of the log `log_path` in `host`, ready for a Mirror.

@@ -12,14 +12,15 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ShipError, UsageError
 from controller.figures import amount
+from controller.narration import Say
 from controller.place import Command, Place
-from controller.ship import Payload, start
+from controller.ship import Payload, Sent, start
 from controller.text import safe_line
 from remote_payload.job import Job
 
@@ -106,8 +107,8 @@ def send(
     payload: Payload,
     files: Sequence[Included],
     *,
-    say: Callable[[str], None],
-    progress: Callable[[int, int], None] | None = None,
+    say: Say,
+    progress: Sent | None = None,
 ) -> None:
     """Bring what `place` lacks of `files`; each is announced with its size.
 
@@ -134,7 +135,7 @@ def send(
         arrived.process.close()
 
 
-def _send(process: Command, files: Sequence[Included], progress: Callable[[int, int], None] | None) -> None:
+def _send(process: Command, files: Sequence[Included], progress: Sent | None) -> None:
     sent, total = 0, sum(file.size for file in files)
     for file in files:
         left = file.size  # as it was read before: a file that grows meanwhile must not shift the next

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from controller import __version__, doctor, paths
@@ -28,16 +28,14 @@ from controller.figures import amount
 from controller.gpu_claims import conflicts, living, wants_gpus
 from controller.includes import Included, collect, located, send
 from controller.inventory import Host
+from controller.narration import Say
 from controller.place import Place, open_place
 from controller.run_place import COMMAND_S, RunPlace, answer_of, by
 from controller.run_records import Record, table
-from controller.ship import Payload, Session, converse, pack
+from controller.ship import Payload, Sent, Session, converse, pack
 from controller.text import last_line, safe_line
 from remote_payload import rundir
 from remote_payload.job import Job
-
-Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def launch(
     job_name: str,
     *,
     say: Say = lambda text: None,
-    progress: Progress | None = None,
+    progress: Sent | None = None,
     accept_new_host_key: bool = False,
     force: bool = False,
     include: Sequence[Path] = (),

@@ -9,6 +9,10 @@ from __future__ import annotations
 import enum
 import sys
 import traceback
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+"""Told one line of narration."""
 
 
 class Loudness(enum.IntEnum):

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from typing import Any, Final
 from controller.errors import InventoryError
 from controller.glance import Glance, glance
 from controller.health import Word
+from controller.narration import Say
 from controller.run_records import number, text, whole
 from controller.text import last_line, safe_line
 from controller.timing import Timing
@@ -94,7 +95,7 @@ def load_hook() -> Hook | None:
 
 
 @contextmanager
-def notifying(directory: Path, say: Callable[[str], None], hook: Hook | None = None) -> Iterator[None]:
+def notifying(directory: Path, say: Say, hook: Hook | None = None) -> Iterator[None]:
     """Run the hook (the user's unless `hook` is given) for what happens to the run meanwhile.
 
     A hook that is damaged or fails is one line to `say`, and changes nothing else.
@@ -120,7 +121,7 @@ def notifying(directory: Path, say: Callable[[str], None], hook: Hook | None = N
 class Notifier:
     """Looks at one mirror folder once a second, and once more when its follower ends."""
 
-    def __init__(self, directory: Path, hook: Hook, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, hook: Hook, say: Say) -> None:
         self._directory = directory
         self._hook = hook
         self._say = say

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, ToolError
 from controller.includes import Included, collect, send
-from controller.narration import detail
+from controller.narration import Say, detail
 from controller.place import Place
-from controller.ship import pack, start
+from controller.ship import Sent, pack, start
 from controller.text import safe_line
-
-Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 SILENCE_S: Final = 60.0
 """The payload sends a beat every 2 s, however long its tool is silent."""
@@ -35,7 +32,7 @@ def run_tool(
     *,
     files: Sequence[Path] = (),
     say: Say,
-    progress: Progress | None = None,
+    progress: Sent | None = None,
 ) -> Mapping[str, Any]:
     """Run the tool `name` with `argv` in `place`, and return its answer.
 

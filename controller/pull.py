@@ -21,6 +21,7 @@ from typing import Any, Final
 from controller.errors import ConnectionLostError, LocalStateError, PullError
 from controller.figures import amount
 from controller.freed_memory import keep_freed_memory
+from controller.narration import Say
 from controller.place import Place, open_place
 from controller.pull_stream import PullStream, UnfitPayloadError
 from controller.run_place import RunPlace, payload_argv
@@ -74,7 +75,7 @@ def pull(
     what: Sequence[str],
     to: Path,
     *,
-    say: Callable[[str], None],
+    say: Say,
     progress: Progress | None = None,
 ) -> list[Pulled]:
     """Bring `what` of the run mirrored in `directory` into the folder `to`.
@@ -95,7 +96,7 @@ def pull(
         return pulled(_shipped(run_place, say))
 
 
-def listing(directory: Path, *, say: Callable[[str], None]) -> list[tuple[str, int]]:
+def listing(directory: Path, *, say: Say) -> list[tuple[str, int]]:
     """Names and sizes of all that could be pulled of a run. Raises PullError."""
     run_place = RunPlace.read(directory)
 
@@ -118,7 +119,7 @@ def _stream(place: Place, payload_dir: str, run_dir: str, request: Mapping[str, 
     return PullStream(place.start(argv), request, Timing.from_environment())
 
 
-def _shipped(run_place: RunPlace, say: Callable[[str], None]) -> str:
+def _shipped(run_place: RunPlace, say: Say) -> str:
     """Ship our own payload, since the run's is older and cannot send, or is gone; returns its folder."""
     with open_place(run_place.host) as place:
         shipped = ship(place, pack(), ["runs", place.workspace])
@@ -135,7 +136,7 @@ class Pull:
         open_place: Callable[[], Place],
         to: Path,
         *,
-        say: Callable[[str], None],
+        say: Say,
         progress: Progress | None = None,
         timing: Timing | None = None,
     ) -> None:

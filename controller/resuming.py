@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, LaunchError, LocalStateError, UsageError
-from controller.launch import Progress, Say, examination, of_this_attempt, prepare
+from controller.launch import examination, of_this_attempt, prepare
 from controller.mirror_files import MIRROR, MirrorFiles
+from controller.narration import Say
 from controller.place import open_place
 from controller.run_place import RunPlace, answer_of, by
 from controller.run_records import table, text, whole
-from controller.ship import converse, pack
+from controller.ship import Sent, converse, pack
 from controller.text import safe_line
 from remote_payload import rundir
 from remote_payload.job import Job, JobError, differences, parse_change, resumable_keys
@@ -52,7 +53,7 @@ def resume(
     changes: Sequence[str],
     *,
     say: Say,
-    progress: Progress | None = None,
+    progress: Sent | None = None,
     force: bool = False,
 ) -> Resumed:
     """Start the next attempt at the run mirrored in `directory`; `changes` are `key=value`.

@@ -14,6 +14,7 @@ import io
 import json
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -26,7 +27,7 @@ from controller.text import last_line
 from controller.timing import Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from controller.place import Command, Place, Process
 
@@ -34,6 +35,9 @@ PACKAGE: Final = Path(remote_payload.__file__).parent
 ANSWER_S: Final = 60.0
 """How long the place may be silent: an interpreter start, or writing the payload to its disk."""
 _CHUNK: Final = 256 * 1024
+
+Sent = Callable[[int, int], None]
+"""Told bytes sent, and bytes in all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def ship(
     payload: Payload,
     command: Sequence[str],
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Sent | None = None,
 ) -> Shipped:
     """Bring `payload` into `place` if it is not there, and run its `command` to the end.
 
@@ -146,7 +150,7 @@ def start(
     command: Sequence[str],
     *,
     python: str = "",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Sent | None = None,
 ) -> Arrived:
     """Bring `payload` into `place` if it is not there, and start its `command`, in one remote process.
 
@@ -213,7 +217,7 @@ def converse(
     payload: Payload,
     first: Sequence[str] = (),
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Sent | None = None,
 ) -> Session:
     """Bring `payload` into `place` if it is not there, and talk to it. Raises what `start` raises.
 
@@ -228,7 +232,7 @@ def _order(command: Sequence[str], stdin: bytes) -> str:
     return json.dumps({"argv": list(command), "stdin": stdin.decode()})
 
 
-def _send(process: Process, tar: bytes, progress: Callable[[int, int], None] | None) -> None:
+def _send(process: Process, tar: bytes, progress: Sent | None) -> None:
     view = memoryview(tar)
     for start in range(0, len(view), _CHUNK):
         process.send(view[start : start + _CHUNK])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import CheckpointError, RunLostError
-from controller.launch import Say
+from controller.narration import Say
 from controller.run_control import ask, memory_left
 from controller.run_control import stop as ask_to_stop
 from controller.run_events import Event

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, UsageError
 from controller.inventory import Host
+from controller.narration import Say
 from controller.place import open_place
 from controller.requirements import OLDEST
-from controller.ship import Payload, start
+from controller.ship import Payload, Sent, start
 from controller.text import safe_line
 
 _SILENCE_S: Final = 60.0
@@ -20,10 +20,10 @@ _SILENCE_S: Final = 60.0
 def set_up(
     host: Host,
     payload: Payload,
-    say: Callable[[str], None],
+    say: Say,
     *,
     accept_new_host_key: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Sent | None = None,
 ) -> dict[str, Any]:
     """Make or mend the venv of `host`; `{"changed", "packages"}`. `say` is told each line of the installer.
 
