@@ -117,6 +117,13 @@ class Shard:
 
 def data_files(path: Path) -> list[Path]:
     """The files that hold the samples of `path`, in order. Raises DataError when there are none."""
+    try:
+        return _data_files(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _data_files(path: Path) -> list[Path]:
     if not path.exists():
         raise DataError(f"{path}: there is no such file; check the job's dataset and held_out")
     if not path.is_dir():
@@ -133,10 +140,7 @@ def data_files(path: Path) -> list[Path]:
         )
     if (path / "state.json").exists():
         return _saved_shards(path)
-    try:
-        inside = sorted(file for file in path.iterdir() if file.is_file())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    inside = sorted(file for file in path.iterdir() if file.is_file())
     arrow, parquet = (
         [file for file in inside if file.suffix in endings] for endings in (ARROW_ENDINGS, PARQUET_ENDINGS)
     )

@@ -73,9 +73,12 @@ def resolve_model(target: str, cache_dir: Path, log: Log) -> Path:
     if target.startswith(PACKAGE_PREFIX):
         return _packaged_model(target.removeprefix(PACKAGE_PREFIX), cache_dir, log)
     folder = Path(target).expanduser()
-    if folder.exists():
-        _check_folder(target, folder)
-        return folder
+    try:
+        if folder.exists():
+            _check_folder(target, folder)
+            return folder
+    except OSError as error:
+        raise ValueError(f"target {target!r}: cannot be read ({error.strerror})") from error
     if _HUB_ID.fullmatch(target):
         return Path(target)
     raise ValueError(

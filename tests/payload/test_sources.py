@@ -384,6 +384,12 @@ def test_what_cannot_be_mapped_is_refused_where_there_is_no_cache(tmp_path: Path
     assert "is compressed; expected Arrow" in refused(feather_file(tmp_path / "a.feather"))
 
 
+def test_a_path_that_cannot_even_be_looked_for_is_refused_as_such(tmp_path: Path) -> None:
+    """As below a folder that the user may not enter; of a name that no disk takes, root is told the same."""
+    with pytest.raises(DataError, match=r"cannot be read \(File name too long\)"):
+        Dataset.open(tmp_path / ("n" * 300))
+
+
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "is neither a file nor a folder" in refused(tmp_path / "pipe")
