@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from controller.extents import Extents
+from controller.figures import amount
 from controller.mirror_reader import MirrorReader
-from controller.run_records import number
+from controller.narration import is_quiet
+from controller.run_records import number, table, whole
 from controller.timing import Timing
 from controller.trouble import Trouble
 
@@ -21,6 +24,7 @@ _READER_S: Final = 0.01
 _LONGEST_S: Final = 0.25
 """A wait in which nothing came ends after so long: ages and countdowns go on."""
 _PATIENCE_S: Final = 2.0
+"""A wait that takes no longer is not worth a line; and how long a writer that stands still is believed."""
 
 
 class Waiter:
@@ -91,10 +95,23 @@ class Waiter:
 
 def wait_until_current(reader: MirrorReader, trouble: Trouble, waiter: Waiter) -> None:
     """Wait until all that the run has written is here, or it is known that it cannot be had now."""
+    begun, told = time.monotonic(), is_quiet()
     while True:
         seen = waiter.seen()
         record = reader.record()
         if waiter.is_settled(record):
             return
         trouble.tell(record, waiter.mirror, time.time(), quiet=False)
+        if not told and record.get("state") == "connected" and time.monotonic() - begun > _PATIENCE_S:
+            told = True
+            trouble.note(f"copying what the run wrote: {amount(_to_come(record))} are still to come")
         waiter.wait(seen)
+
+
+def _to_come(record: Mapping[str, Any]) -> int:
+    """Bytes behind what is here of each file."""
+    left = 0
+    for name in (files := table(record, "files")):
+        file = table(files, name)
+        left += (whole(file, "size") or 0) - Extents.from_json(file.get("extents")).end
+    return max(0, left)

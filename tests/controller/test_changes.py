@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from controller import waiting
 from controller.changes import print_changes
 from controller.errors import ProtocolError
 from controller.mirror import Mirror
+from controller.mirror_reader import MirrorReader
+from controller.trouble import Trouble
+from controller.waiting import Waiter, wait_until_current
 from controller.watching import wait_for
+from remote_payload import rundir
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
 
 
@@ -30,6 +35,30 @@ def ended() -> Remote:
     remote.small["progress.json"] = b'{"kind":"progress","attempt":1,"step":7,"steps":9,"loss":1.5}\n'
     remote.supervisor = remote.trainer = "gone"
     return remote
+
+
+def test_a_long_copy_is_said_with_what_is_still_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_PATIENCE_S", 0.0)
+    folder = mirror_folder(tmp_path / "mirror")
+
+    class Notes(io.StringIO):
+        """The copy is complete as soon as something was said of it."""
+
+        def write(self, text: str) -> int:
+            record(complete=True)
+            return super().write(text)
+
+    def record(*, complete: bool) -> None:
+        files = {"events.jsonl": {"generation": 1, "size": 5 << 20, "extents": [[0, 1 << 20]]}}
+        known = {"state": "connected", "complete": complete, "files": files}
+        rundir.write_whole(folder / "mirror.json", rundir.encode(rundir.stamp("mirror", known)))
+
+    record(complete=False)
+    reader, notes = MirrorReader(folder), Notes()
+    wait_until_current(reader, Trouble(notes, lambda: True), Waiter(reader, None))
+    assert notes.getvalue() == "dflashctl: copying what the run wrote: 4.0 MiB are still to come\n"
 
 
 def test_whoever_waits_for_a_run_hears_at_once_that_its_mirror_has_ended_before_it(tmp_path: Path) -> None:
