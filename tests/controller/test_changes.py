@@ -41,6 +41,7 @@ def test_a_long_copy_is_said_with_what_is_still_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(waiting, "is_quiet", lambda: False)
     folder = mirror_folder(tmp_path / "mirror")
 
     class Notes(io.StringIO):
