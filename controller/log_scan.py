@@ -96,16 +96,6 @@ class LogScan:
         at = bisect.bisect_left(self.found, offset)
         self.found[at:at] = found
 
-    def before(self, offset: int) -> int | None:
-        """Where the last match before `offset` begins."""
-        at = bisect.bisect_left(self.found, offset)
-        return self.found[at - 1] if at else None
-
-    def after(self, offset: int) -> int | None:
-        """Where the first match behind `offset` begins."""
-        at = bisect.bisect_right(self.found, offset)
-        return self.found[at] if at < len(self.found) else None
-
 
 def matching(data: bytes, matches: Matches) -> list[int]:
     """Offsets in `data`, whole lines, at which lines begin whose shown text matches."""

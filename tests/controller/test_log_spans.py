@@ -127,10 +127,6 @@ def test_a_scan_of_a_log_that_arrives_in_any_order_finds_what_a_scan_of_the_whol
     while parts.step(reader(data, here), here):
         pass
     assert parts.found == whole.found
-    if whole.found:
-        assert whole.before(whole.found[0]) is None
-        assert whole.after(whole.found[-1]) is None
-        assert whole.before(len(data) + 1) == whole.found[-1]
 
 
 def test_of_a_very_long_line_its_beginning_is_kept_and_of_a_bar_its_newest_state() -> None:
