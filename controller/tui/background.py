@@ -14,8 +14,7 @@ from textual.message import Message
 from textual.message_pump import MessagePump
 
 from controller.errors import DflashctlError
-
-Say = Callable[[str], None]
+from controller.narration import Say
 
 
 class Told(Message):

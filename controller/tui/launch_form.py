@@ -22,6 +22,7 @@ from textual.widgets import Input
 from controller import inventory, jobs
 from controller.errors import DflashctlError, UsageError
 from controller.inventory import Host
+from controller.narration import Say
 from controller.tui import background
 from controller.tui.dialogs import error_lines, wrapped
 from controller.tui.lines import Lines, LineView, hanging, line, remote
@@ -31,10 +32,10 @@ from remote_payload.job import Job
 if TYPE_CHECKING:
     from controller.launch import LaunchedRun
 
-Launch = Callable[[Host, Job, str, background.Say], "LaunchedRun"]
+Launch = Callable[[Host, Job, str, Say], "LaunchedRun"]
 
 
-def launch_job(host: Host, job: Job, name: str, say: background.Say) -> LaunchedRun:
+def launch_job(host: Host, job: Job, name: str, say: Say) -> LaunchedRun:
     """The launch of the command line; imports what connects only now."""
     from controller.launch import launch
 
