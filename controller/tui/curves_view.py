@@ -50,11 +50,6 @@ class CurvesView(LineView):
         self._chosen = 0
         self._enlarged = False
 
-    @property
-    def look(self) -> Look:
-        """What of the curves is shown."""
-        return self._look
-
     def show(self, state: RunState) -> None:
         """Draw the curves of `state`."""
         self._state = state

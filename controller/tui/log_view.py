@@ -52,11 +52,6 @@ class LogView(LogWindow):
     # what others ask
 
     @property
-    def found(self) -> Found | None:
-        """How many lines match the search."""
-        return self._page.search
-
-    @property
     def selecting(self) -> bool:
         """Whether lines are selected."""
         return self._selected is not None

@@ -116,11 +116,6 @@ class LogWindow(Widget, can_focus=True):
         return self._following
 
     @property
-    def waiting(self) -> int:
-        """Lines that came since the view stopped following."""
-        return self._page.new_lines
-
-    @property
     def top(self) -> int:
         """The byte where the top line begins."""
         self._lay_out()
