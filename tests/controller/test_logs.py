@@ -419,7 +419,10 @@ def test_a_refused_login_does_not_end_a_follower(scene: Scene) -> None:
     assert scene.notes.getvalue().count("no key fits") == 1
 
 
-def test_on_a_terminal_the_line_is_rewritten_with_its_countdown_and_wiped(scene: Scene) -> None:
+def test_on_a_terminal_the_line_is_rewritten_with_its_countdown_and_wiped(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     scene.notes = Terminal()
     scene.line.error = UnreachableError("no route")
     timing = type(TIMING)(backoff=(2.5,), jitter=0.0, poll_s=0.005, beat_s=0.02)

@@ -112,6 +112,7 @@ class Sshd:
         # them is what the rig is for.
         option = ["-o", "PerSourcePenalties=no"]
         test = subprocess.run([sshd, "-t", "-f", config, *option], capture_output=True, timeout=30)
+        before = len(self._log_text())
         self.process = subprocess.Popen(
             [sshd, "-D", "-E", self.log, "-f", config, *(option if test.returncode == 0 else [])],
             stdin=subprocess.DEVNULL,
@@ -120,15 +121,11 @@ class Sshd:
         )
         cgroups.join(f"{self.state.name}/sshd", self.process.pid)
         deadline = time.monotonic() + 30
-        greeted = False
         while time.monotonic() < deadline and self.process.poll() is None:
-            with suppress(OSError), socket.create_connection((HOST, port), timeout=1) as probe:
-                greeted = probe.recv(4) == b"SSH-"
-            if greeted:
-                while self.children():  # the one that served the probe
-                    time.sleep(0.005)
+            # A connection of our own would be a child to wait for, among those of clients that come at once.
+            if f"Server listening on {HOST} port {port}." in self._log_text()[before:]:
                 return True
-            time.sleep(0.01)
+            time.sleep(0.005)
         self.stop()
         return False
 
@@ -203,7 +200,10 @@ class Sshd:
 
     def log_tail(self, lines: int = 20) -> str:
         """The end of the server's log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self._log_text().splitlines()[-lines:])
+
+    def _log_text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def keygen(path: Path) -> None:
