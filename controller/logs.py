@@ -66,7 +66,8 @@ def follow_log(
                 record = reader.record()
                 ended = record.get("state") == "ended"
                 settled = waiter.is_settled(record)  # before the look for bytes that it vouches for
-                trouble.tell(record, mirror, time.time(), quiet=not (follow or whole))
+                if follow or whole:
+                    trouble.tell(record, mirror, time.time())
                 piece = reader.read()
                 if piece is not None:
                     missing = _missing(record, whole) if tail is None else None

@@ -36,17 +36,14 @@ class Trouble:
         self._shown = False
         self._stale_s = 5 * Timing.from_environment().beat_s
 
-    def tell(self, record: Mapping[str, Any], mirror: Mirror | None, now: float, *, quiet: bool) -> None:
-        """Tell what changed since the last call. `quiet`: only keep track of it."""
+    def tell(self, record: Mapping[str, Any], mirror: Mirror | None, now: float) -> None:
+        """Tell what changed since the last call."""
         what, countdown = self._what(record, mirror, now)
-        if quiet:
-            return
         if what == self._told and not (countdown and self._terminal):
             return
         if what:
             self._was_lost = self._was_lost or number(record, "last_heard") or now
-            if what != self._told or self._terminal:
-                self._show(f"dflashctl: {what}{countdown if self._terminal else ''}")
+            self._show(f"dflashctl: {what}{countdown if self._terminal else ''}")
         elif self._told:
             lost, self._was_lost = self._was_lost, 0.0
             self.clear()
@@ -57,7 +54,7 @@ class Trouble:
     def _what(self, record: Mapping[str, Any], mirror: Mirror | None, now: float) -> tuple[str, str]:
         """What is wrong (empty: nothing), and how long the wait still is."""
         if mirror is not None and mirror.error is not None and not mirror.holds_lock:
-            return safe_line(f"{mirror.error.message} ({mirror.error.hint})"), ""
+            return safe_line(": ".join(filter(None, (mirror.error.message, mirror.error.hint)))), ""
         state = text(record, "state")
         written = number(record, "t")
         ours = mirror is not None and mirror.holds_lock

@@ -101,7 +101,7 @@ def wait_until_current(reader: MirrorReader, trouble: Trouble, waiter: Waiter) -
         record = reader.record()
         if waiter.is_settled(record):
             return
-        trouble.tell(record, waiter.mirror, time.time(), quiet=False)
+        trouble.tell(record, waiter.mirror, time.time())
         if not told and record.get("state") == "connected" and time.monotonic() - begun > _PATIENCE_S:
             told = True
             trouble.note(f"copying what the run wrote: {amount(_to_come(record))} are still to come")
