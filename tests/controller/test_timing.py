@@ -40,4 +40,4 @@ def test_what_is_no_factor_is_refused_by_name(text: str, monkeypatch: pytest.Mon
 def test_the_clock_of_silence_goes_on() -> None:
     first = awake_and_asleep()
     time.sleep(0.01)
-    assert 0.005 < awake_and_asleep() - first < 5
+    assert 0.005 < awake_and_asleep() - first < 60
