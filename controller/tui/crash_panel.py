@@ -118,8 +118,8 @@ def _diagnosis(diagnosis: Diagnosis | None, width: int) -> list[Text]:
 
 
 def _going_on(state: RunState, width: int) -> list[Text]:
-    """How to go on with the run that died."""
-    if not state.run_id:
+    """How to go on with a run that died; one that still lives ends, or is restarted, by itself."""
+    if not state.ended or not state.run_id:
         return []
     step = state.progress.checkpoint_step if state.progress else None
     where = (

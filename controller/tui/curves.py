@@ -19,8 +19,8 @@ from controller.series import Point, Series
 from controller.tui.acceptance import acceptance_lines, acceptance_values
 from controller.tui.gpu_panel import STALE_S as GPU_STALE_S
 from controller.tui.gpu_panel import gpu_role
-from controller.tui.lines import line
-from controller.tui.overview import Part, age_mark, fitted, is_stale
+from controller.tui.lines import Part, fitted, line
+from controller.tui.overview import age_mark, is_stale
 from controller.tui.palette import (
     CURVE_COLOURS,
     FAINT,

@@ -51,7 +51,7 @@ GPU_COLUMNS: Columns = (
     ("THROTTLED", "slowed by the board: power brake, hardware slowdown"),
     ("LOST", "gone from nvidia-smi; its row stays"),
     ("MIG", "cut into slices, which have no utilisation"),
-    ("71/140G", "memory used, and there"),
+    ("71/140G", "memory used, and there, in GiB"),
     ("612W 64C", "power; temperature"),
 )
 
@@ -63,7 +63,7 @@ BUCKET_COLUMNS: Columns = (
     ("pad", "part of its rows that is padding"),
     ("tok/s", "context tokens a second in its batches"),
     ("loss", "of its newest batches"),
-    ("peak", "most memory of a GPU in its batches"),
+    ("peak", "most memory of a GPU in its batches, in GiB"),
 )
 
 THREAD_COLUMNS: Columns = (

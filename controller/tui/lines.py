@@ -65,6 +65,42 @@ def hanging(lead: Text, body: Text, width: int) -> list[Text]:
     return [line(lead if not n else " " * lead.cell_len, part) for n, part in enumerate(parts)]
 
 
+Part = tuple[int, str, Text]
+"""A part of a line: how soon it goes when the line is too long (0 never, 9 first), what stands before it,
+and its text.
+"""
+
+
+def fitted(parts: Sequence[Part], width: int, right: Text | None = None) -> Text:
+    """One line of the parts that fit into `width`, the least important left out; `right` at its end.
+
+    `right` goes before any part does, unless it is in `WARN`'s style, which says that the parts are old.
+    """
+    kept = list(parts)
+    end = right if right is not None else Text()
+    urgent = any(span.style == WARN for span in end.spans)
+
+    def cells() -> int:
+        return sum(len(lead) + text.cell_len for _, lead, text in kept) - (len(kept[0][1]) if kept else 0)
+
+    while kept and cells() + (1 + end.cell_len if end.plain and urgent else 0) > width:
+        worst = max(range(len(kept)), key=lambda n: (kept[n][0], n))
+        if not kept[worst][0]:
+            break
+        del kept[worst]
+    text = line()
+    for place, (_, lead, part) in enumerate(kept):
+        if place:
+            text.append(lead, style=RULE_STYLE)
+        text.append_text(part)
+    if urgent:
+        text.truncate(max(0, width - 1 - end.cell_len), overflow="ellipsis")
+    if end.plain and text.cell_len + 1 + end.cell_len <= width:
+        text.append(" " * (width - text.cell_len - end.cell_len))
+        text.append_text(end)
+    return text
+
+
 def heading(title: str, width: int, age_s: float | None, stale_s: float) -> Text:
     """A panel's heading: its title, a rule, and how old its data is; old data is said to be so."""
     if age_s is None:

@@ -8,7 +8,6 @@ pure: a `RunState` and a width in columns to lines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from rich.style import Style
 from rich.text import Text
@@ -20,14 +19,13 @@ from controller.run_events import Level
 from controller.run_records import Progress, Record, number, whole
 from controller.run_records import text as remote_text
 from controller.run_state import RunState
-from controller.tui.lines import hanging, line, remote, shortened
+from controller.tui.lines import Part, fitted, hanging, line, remote, shortened
 from controller.tui.palette import (
     BAD,
     FAINT,
     GOOD,
     LABEL,
     PLAIN,
-    RULE_STYLE,
     STATES,
     VALUE,
     WARN,
@@ -42,41 +40,6 @@ MOST_DETAIL_ROWS = 3
 _WORKERS = ("target", "drafter")
 
 DEAD_WORDS = (Word.FAILED, Word.KILLED, Word.LOST)
-
-Part = tuple[int, str, Text]
-"""A part of a line: how soon it goes when the line is too long (0 never, 9 first), what stands before it,
-and its text.
-"""
-
-
-def fitted(parts: Sequence[Part], width: int, right: Text | None = None) -> Text:
-    """One line of the parts that fit into `width`, the least important left out; `right` at its end.
-
-    `right` goes before any part does, unless it is in `WARN`'s style, which says that the parts are old.
-    """
-    kept = list(parts)
-    end = right if right is not None else Text()
-    urgent = any(span.style == WARN for span in end.spans)
-
-    def cells() -> int:
-        return sum(len(lead) + text.cell_len for _, lead, text in kept) - (len(kept[0][1]) if kept else 0)
-
-    while kept and cells() + (1 + end.cell_len if end.plain and urgent else 0) > width:
-        worst = max(range(len(kept)), key=lambda n: (kept[n][0], n))
-        if not kept[worst][0]:
-            break
-        del kept[worst]
-    text = line()
-    for place, (_, lead, part) in enumerate(kept):
-        if place:
-            text.append(lead, style=RULE_STYLE)
-        text.append_text(part)
-    if urgent:
-        text.truncate(max(0, width - 1 - end.cell_len), overflow="ellipsis")
-    if end.plain and text.cell_len + 1 + end.cell_len <= width:
-        text.append(" " * (width - text.cell_len - end.cell_len))
-        text.append_text(end)
-    return text
 
 
 def age_mark(state: RunState, age: float | None, stale_s: float) -> Text:

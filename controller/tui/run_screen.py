@@ -25,11 +25,10 @@ from controller.tui.crash_panel import crash_lines, has_crash
 from controller.tui.curves import Drawn, side_lines
 from controller.tui.curves_view import CurvesView
 from controller.tui.gpu_panel import gpu_lines, gpu_summary
-from controller.tui.lines import Lines, LineView, line, remote
+from controller.tui.lines import Lines, LineView, fitted, line, remote
 from controller.tui.log_view import LogView
 from controller.tui.overview import (
     detail_lines,
-    fitted,
     flow_line,
     learning_line,
     speed_line,

@@ -217,6 +217,21 @@ async def test_a_run_that_died_says_how_to_go_on_from_which_step(name: str, open
         assert "S stop" not in shown, "there is nothing to stop"
 
 
+async def test_a_crash_of_a_run_that_is_restarted_by_itself_asks_for_nothing(open_run: Open) -> None:
+    run = golden.dead_thread()
+    assert run.status is not None and run.mirror is not None
+    restart = {"next": golden.NOW + golden.AHEAD + 8, "count": 2, "limit": 5}
+    run.status |= {"state": "restarting", "restart": restart}
+    run.mirror["state"] = "connected"
+    run.mirror["beat"] |= {"supervisor": "alive", "trainer": "none"}
+    run.status_age = 1.2
+    async with open_run(run) as pilot:
+        shown = screen_text(pilot)
+        assert shown.startswith(" ⟳ RESTARTING 2/5 in 8s")
+        assert "failed first" in shown
+        assert "dflashctl resume" not in shown
+
+
 async def test_an_alarm_is_shown_with_all_of_its_advice_and_the_others_below_it(open_run: Open) -> None:
     run = golden.healthy()
     assert run.progress is not None
