@@ -14,9 +14,9 @@ from typing import Final
 
 REMOVED: Final = "<removed>"
 
-_NAME = (
-    r"[\w.-]*(?:token|secret|passw(?:or)?d|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credential"
-    r"|auth(?:orization)?|cookie|session[_-]?id|signature|(?<![a-z])(?:key|pwd|pass|sig))s?(?![a-z])[\w-]*"
+_NAME = (  # of bounded length: a line is 4,096 characters, and may be one word of digits
+    r"[\w.-]{0,80}(?:token|secret|passw(?:or)?d|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credential"
+    r"|auth(?:orization)?|cookie|session[_-]?id|signature|(?<![a-z])(?:key|pwd|pass|sig))s?(?![a-z])[\w-]{0,80}"
 )
 _HARMLESS = re.compile(
     r"(?:mask|pad|eos|bos|special|per|num|max|min|new|total|drop|keep|tokens?_per|context|prompt)[\w.-]*token"
