@@ -92,7 +92,7 @@ def test_a_line_that_is_one_long_word_costs_no_more_than_another(word: str) -> N
     text = (word * 8192)[:8192] + " HF_TOKEN=abcdefgh"
     begun = time.process_time()
     assert "abcdefgh" not in redacted(text)
-    assert time.process_time() - begun < 3.0  # half a second; ten, where it grew with the square
+    assert time.process_time() - begun < 6.0  # half a second; 15, where it grew with the square
 
 
 @given(st.text())
