@@ -12,7 +12,8 @@ from textual.message import Message
 from controller import figures
 from controller.run_state import RunState
 from controller.tui.curves import PLOTS, Drawn, Look, step_window
-from controller.tui.lines import LineView, line
+from controller.tui.line_widgets import LineView
+from controller.tui.lines import line
 from controller.tui.palette import LABEL, PLAIN
 
 LEAST_ROWS = 8

@@ -14,7 +14,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from controller.text import safe_lines
-from controller.tui.lines import Lines, LineView, hanging, line, remote
+from controller.tui.line_widgets import Lines, LineView
+from controller.tui.lines import hanging, line, remote
 from controller.tui.palette import BAD, HEADING, KEY, LABEL, PLAIN, VALUE, WARN
 
 

@@ -13,7 +13,8 @@ from textual.widget import Widget
 from controller.tui import run_list
 from controller.tui.curves import PLOTS
 from controller.tui.curves_view import CurvesView
-from controller.tui.lines import Lines, LineView, hanging, line
+from controller.tui.line_widgets import Lines, LineView
+from controller.tui.lines import hanging, line
 from controller.tui.log_view import LogView
 from controller.tui.palette import HEADING, KEY, LABEL, PLAIN, VALUE
 

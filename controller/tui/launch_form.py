@@ -25,7 +25,8 @@ from controller.inventory import Host
 from controller.narration import Say
 from controller.tui import background
 from controller.tui.dialogs import error_lines, wrapped
-from controller.tui.lines import Lines, LineView, hanging, line, remote
+from controller.tui.line_widgets import Lines, LineView
+from controller.tui.lines import hanging, line, remote
 from controller.tui.palette import BAD, FAINT, GOOD, HEADING, KEY, LABEL, PLAIN, TAB_ON, VALUE
 from remote_payload.job import Job
 

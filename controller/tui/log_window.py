@@ -20,7 +20,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from controller.tui import log_layout
-from controller.tui.lines import base_style, draw, line
+from controller.tui.line_widgets import base_style, draw
+from controller.tui.lines import line
 from controller.tui.log_feed import LogFeed
 from controller.tui.log_page import LogPage
 from controller.tui.log_style import styled

@@ -20,7 +20,8 @@ from textual.message import Message
 from textual.screen import ModalScreen
 
 from controller.errors import DflashctlError
-from controller.tui.lines import Lines, LineView, line
+from controller.tui.line_widgets import Lines, LineView
+from controller.tui.lines import line
 from controller.tui.palette import CHOSEN, HEADING, KEY, LABEL, VALUE, WARN
 from controller.tui.run_list import RunRow, run_rows, run_table
 

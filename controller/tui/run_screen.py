@@ -25,7 +25,8 @@ from controller.tui.crash_panel import crash_lines, has_crash
 from controller.tui.curves import Drawn, side_lines
 from controller.tui.curves_view import CurvesView
 from controller.tui.gpu_panel import gpu_lines, gpu_summary
-from controller.tui.lines import Lines, LineView, fitted, line, remote
+from controller.tui.line_widgets import Lines, LineView
+from controller.tui.lines import fitted, line, remote
 from controller.tui.log_view import LogView
 from controller.tui.overview import (
     detail_lines,

@@ -8,7 +8,7 @@ import pytest
 from textual.binding import Binding
 
 from controller.tui.app import RunApp
-from controller.tui.lines import LineView
+from controller.tui.line_widgets import LineView
 from controller.tui.log_view import LogView
 from tests.tui import golden
 from tests.tui.conftest import Open, screen_text

@@ -313,7 +313,7 @@ async def test_help_has_every_binding_and_every_column(tmp_path: Path) -> None:
 
     from controller.tui.curves import PLOTS
     from controller.tui.curves_view import CurvesView
-    from controller.tui.lines import LineView
+    from controller.tui.line_widgets import LineView
     from controller.tui.log_view import LogView
 
     async with app_on(golden.healthy().write(tmp_path)).run_test(size=(100, 40)) as pilot:
