@@ -289,7 +289,8 @@ def _resume(r: Record) -> Line:
 
 def _signal(r: Record) -> Line:
     why = text(r, "why")
-    return Level.WARNING, f"{text(r, 'name') or '?'} sent" + (f": {why}" if why else "")
+    level = Level.INFO if why.startswith("asked ") else Level.WARNING  # somebody's own wish is no warning
+    return level, f"{text(r, 'name') or '?'} sent" + (f": {why}" if why else "")
 
 
 def _gpu_problem(r: Record) -> Line:

@@ -36,6 +36,16 @@ NOW = 1_700_000_000.0
         ),
         ({"kind": "alarm"}, Level.BAD, "alarm at step ?: ?"),
         (
+            {"kind": "signal", "name": "SIGUSR2", "why": "asked for checkpoint"},
+            Level.INFO,
+            "SIGUSR2 sent: asked for checkpoint",
+        ),
+        (
+            {"kind": "signal", "name": "SIGKILL", "why": "it did not end in time"},
+            Level.WARNING,
+            "SIGKILL sent: it did not end in time",
+        ),
+        (
             {"kind": "unusable", "sample": 10405, "reason": "ids outside the vocabulary"},
             Level.WARNING,
             "sample 10405 left out: ids outside the vocabulary",
