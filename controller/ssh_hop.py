@@ -192,7 +192,9 @@ def _explained(error: Exception, settings: SshSettings, jumped: bool, proxy_said
             f"{peer}: no answer within the connect timeout", "Is it switched on, and the VPN up?"
         )
     if isinstance(error, OSError) and error.strerror:
-        return UnreachableError(f"{peer}: cannot be reached ({error.strerror})")
+        return UnreachableError(
+            f"{peer}: cannot be reached ({error.strerror})", "Has this machine a network, and is the VPN up?"
+        )
     return UnreachableError(
         f"{peer}: something answers, but not as an SSH server ({error or 'it hung up'})",
         "Is that its port?",

@@ -55,6 +55,25 @@ def line(name: str, key: paramiko.PKey) -> str:
     return f"{name} {key.get_name()} {key.get_base64()}\n"
 
 
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "no such host name is known"),
+        (ConnectionRefusedError(111, "Connection refused"), "refuses the connection"),
+        (TimeoutError(), "no answer within the connect timeout"),
+        (OSError(101, "Network is unreachable"), "cannot be reached (Network is unreachable)"),
+        (EOFError(), "something answers, but not as an SSH server"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_told_with_what_to_look_at(
+    config: Path, tmp_path: Path, raised: Exception, said: str
+) -> None:
+    error = ssh_hop._explained(raised, settings(config, tmp_path / "known"), False, "")
+    assert isinstance(error, UnreachableError)
+    assert error.message.startswith(f"127.0.0.1 port 2222: {said}")
+    assert error.hint.endswith(("?", "."))
+
+
 def test_an_unknown_key_is_refused_with_fingerprint_and_command(tmp_path: Path, key: paramiko.PKey) -> None:
     with pytest.raises(HostKeyError) as caught:
         policy(tmp_path / "known").verify(key)
