@@ -212,12 +212,13 @@ def choose(
         return _described({**found.model_dump(), **changes})
     login, at, address = name.rpartition("@")
     if kind is None and container is None:
+        hint = "Add it there, or describe it: --kind ssh, or --kind proxmox --container 200."
+        if inventory.source == BUILT_IN:
+            hint = hint.replace("there", "to a hosts.toml, here or in ~/.config/dflashctl")
         raise InventoryError(
             f"{inventory.source}: has no place called or addressed {name!r};"
             f" {_nearest(address, inventory.hosts)}",
-            f"Name the user apart: --host {address} --user {login}"
-            if at
-            else "Add it there, or describe it: --kind ssh, or --kind proxmox --container 200.",
+            f"Name the user apart: --host {address} --user {login}" if at else hint,
         )
     changes.setdefault("kind", "proxmox")
     label = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("-._") or "host"

@@ -211,6 +211,12 @@ def test_an_unknown_place_is_answered_with_the_nearest(tmp_path: Path) -> None:
     assert caught.value.hint == "Name the user apart: --host gpubox --user root"
 
 
+def test_without_any_file_the_answer_says_where_one_would_be_read() -> None:
+    with pytest.raises(InventoryError, match="the built-in places: has no place .*known: local") as caught:
+        choose("gpubox")
+    assert caught.value.hint.startswith("Add it to a hosts.toml, here or in ~/.config/dflashctl, or describe")
+
+
 def test_an_address_of_two_places_is_ambiguous(tmp_path: Path) -> None:
     (tmp_path / "hosts.toml").write_text(
         FILE + FILE[FILE.index("[places.big]") : FILE.index("[env]")].replace("places.big", "places.twin")
