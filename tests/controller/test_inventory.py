@@ -212,7 +212,7 @@ def test_an_unknown_place_is_answered_with_the_nearest(tmp_path: Path) -> None:
 
 
 def test_without_any_file_the_answer_says_where_one_would_be_read() -> None:
-    with pytest.raises(InventoryError, match="the built-in places: has no place .*known: local") as caught:
+    with pytest.raises(InventoryError, match=r"the built-in places: has no place .*known: local") as caught:
         choose("gpubox")
     assert caught.value.hint.startswith("Add it to a hosts.toml, here or in ~/.config/dflashctl, or describe")
 
