@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from controller.run_state import RunState
+from controller.run_records import Progress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,9 +311,8 @@ RECOMPILING = Diagnosis(
 )
 
 
-def alarms(state: RunState) -> tuple[Diagnosis, ...]:
+def alarms(progress: Progress | None) -> tuple[Diagnosis, ...]:
     """What goes wrong in a run that has not failed, worst first."""
-    progress = state.progress
     if progress is None:
         return ()
     found = []

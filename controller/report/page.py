@@ -37,7 +37,7 @@ def report_page(state: RunState, log: Sequence[str], *, log_left_out: int = 0) -
         _facts(state),
         *(
             el("p", el("b", one.what), " ", one.do, class_="alarm")
-            for one in alarms(state)
+            for one in alarms(state.progress)
             if not state.ended
         ),
         _crash(state),

@@ -227,7 +227,7 @@ def detail_lines(state: RunState, width: int, rows: int = MOST_DETAIL_ROWS) -> l
     At most `rows` lines, the last of them marked when there is more to say; none: there is nothing to say.
     """
     health = state.health
-    found = alarms(state)
+    found = alarms(state.progress)
     lead, style = line(("  ", PLAIN)), LABEL
     if found and not (state.ended or health.word.no_news):
         worst, *others = found

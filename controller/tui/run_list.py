@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from controller import figures
+from controller import figures, run_records
+from controller.diagnose import alarms
 from controller.glance import glance
 from controller.health import Health, Word, age_text
 from controller.paths import known_runs
@@ -42,6 +43,8 @@ class RunRow:
     steps: int | None
     loss: float | None
     tau: float | None
+    alarm: bool
+    """Whether something goes wrong in it, although it goes on."""
 
 
 def run_rows(now: float) -> list[RunRow]:
@@ -71,6 +74,7 @@ def run_rows(now: float) -> list[RunRow]:
                 steps=whole(seen.progress, "steps"),
                 loss=number(seen.progress, "loss"),
                 tau=number(seen.progress, "tau"),
+                alarm=bool(seen.progress and alarms(run_records.progress(seen.progress))),
             )
         )
     newest: dict[str, float] = {}
@@ -80,7 +84,7 @@ def run_rows(now: float) -> list[RunRow]:
 
 
 COLUMNS = (
-    ("state", 20, "the state, and how old the news of it is"),
+    ("state", 20, "the state, and how old the news of it is; ! something goes wrong"),
     ("run", 19, "its id; `host 2/2` is the second of two hosts of one run"),
     ("place", 8, "where it trains"),
     ("step", 11, "steps made, and their share of all"),
@@ -113,6 +117,8 @@ def _row(row: RunRow, columns: dict[str, int]) -> Text:
         if name == "state":
             cell = line((f" {shape} {row.health.word} ", style))
             cell.append_text(_age(row.health))
+            if row.alarm and not (row.health.word.ended or row.health.word.no_news):
+                cell.append(" !", style=WARN)
         elif name == "run":
             cell = remote(row.run_id, VALUE)
             if row.hosts > 1:

@@ -20,7 +20,7 @@ from controller.launch import LaunchedRun
 from controller.run_place import RunPlace
 from controller.tui import doctor_screen, launch_form, run_actions
 from controller.tui.app import RunApp
-from controller.tui.run_list import COLUMNS, run_rows
+from controller.tui.run_list import COLUMNS, run_rows, run_table
 from tests.tui import golden
 from tests.tui.conftest import screen_text
 
@@ -108,6 +108,16 @@ async def test_the_picker_lists_runs_with_live_state_and_hosts_in_rank_order() -
         await pilot.press("escape")
         await until(pilot, lambda: "3 known here" not in screen_text(pilot))
         assert pilot.app.directory == second
+
+
+def test_a_run_in_which_something_goes_wrong_is_marked_while_it_goes_on() -> None:
+    for name, marked in (("nan_loss", True), ("healthy", False)):
+        run = golden.SITUATIONS[name]()
+        run.run |= {"id": f"1129-{name.replace('_', '-')}"}
+        known(run)
+        _, rows = run_table(run_rows(golden.NOW), 80)
+        (row,) = (row.plain for row in rows if run.run["id"] in row.plain)
+        assert row.startswith(" ● LIVE  1.2s ! ") is marked, row
 
 
 async def test_choosing_another_run_ends_its_mirror_and_begins_the_other() -> None:
