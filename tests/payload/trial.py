@@ -7,6 +7,7 @@ may pass a fault, a function that breaks something in the child before the run b
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -67,6 +68,7 @@ class Trial:
         )
         self._process = context.Process(target=_train, args=(self.run_dir, fault, attempt))
         self._process.start()
+        atexit.register(self._process.kill)  # of a test that failed: pytest would wait for its run for ever
 
     def finish(self) -> int:
         """Wait for a started run; its exit code, or minus the signal that killed it."""
