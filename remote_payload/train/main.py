@@ -234,7 +234,8 @@ class Trainer:
 
     def _end(self) -> TrainerExit:
         run, failure = self._run, self._failure
-        if isinstance(failure, job.JobError | DataError):
+        refused = isinstance(failure, job.JobError | DataError)
+        if refused:
             outcome, code = "refused", TrainerExit.REFUSED
             log(f"error: {failure}")
         elif failure is not None:
@@ -248,15 +249,14 @@ class Trainer:
             for line in closing_lines(run, seconds):
                 log(line)
         self._events.write("end", outcome=outcome, step=run.step if run else 0, exit_code=int(code))
-        record = {"attempt": self._attempt, "outcome": outcome, "exit_code": int(code)}
-        record |= {
-            "error": None if failure is None else crash.one_line(failure),
+        record = {
+            "attempt": self._attempt,
+            "outcome": outcome,
+            "exit_code": int(code),
+            "error": str(failure) if refused else failure and crash.one_line(failure),
             "seconds": round(seconds, 2),
+            **(summary(run) if run else {}),
         }
-        if isinstance(failure, job.JobError | DataError):
-            record["error"] = str(failure)
-        if run is not None:
-            record |= summary(run)
         try:
             rundir.write_whole(self._run_dir / rundir.EXIT, rundir.encode(rundir.stamp("exit", record)))
         except OSError as error:  # the exit code says it too
