@@ -307,7 +307,8 @@ def test_a_checkpoint_is_written_on_sigusr2_and_stacks_on_sigusr1_and_training_g
     trial.signal(signal.SIGUSR1)
     request = trial.run_dir / rundir.CRASH / "stacks-request.txt"
     trial.wait_for(lambda: request.exists() and request.read_text().count("Thread 0x") >= 3)
-    trial.wait_for(lambda: trial.progress["step"] > event["step"])
+    progress = trial.run_dir / rundir.PROGRESS  # written once a second
+    trial.wait_for(lambda: progress.exists() and trial.progress["step"] > event["step"])
     trial.signal(signal.SIGTERM)
     assert trial.finish() == 3
     assert [event["request"] for event in trial.events("request")] == ["checkpoint", "stop"]
