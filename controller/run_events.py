@@ -233,7 +233,8 @@ def _recompile(r: Record) -> Line:
 def _request(r: Record) -> Line:
     name = text(r, "request") or text(r, "name") or "?"
     by = text(r, "by")
-    return Level.INFO, f"request: {name}" + (f" by {by}" if by else "")
+    late = ", too late: the attempt before had ended" if r.get("late") is True else ""
+    return Level.INFO, f"request: {name}" + (f" by {by}" if by else "") + late
 
 
 def _crash(r: Record) -> Line:

@@ -17,6 +17,11 @@ NOW = 1_700_000_000.0
 @pytest.mark.parametrize(
     ("record", "level", "line"),
     [
+        (
+            {"kind": "request", "name": "stop", "by": "me@laptop", "late": True},
+            Level.INFO,
+            "request: stop by me@laptop, too late: the attempt before had ended",
+        ),
         ({"kind": "best", "step": 400, "tau": 3.14159}, Level.GOOD, "best so far: tau 3.142 at step 400"),
         (
             {"kind": "checkpoint_failed", "step": 40, "error": "No space left on device"},
