@@ -1,4 +1,5 @@
-"""The terminal's driver: Textual's, but for keys it waits instead of looking for them ten times a second.
+"""The terminal's driver: Textual's, but for keys it waits instead of looking for them ten times a second, and
+it leaves an empty screen behind.
 
 The looking is two thirds of what a view costs that has nothing to show (0.12 % of a core, and a laptop that
 never comes to rest), and leaving waits for it: 0.2 s. Only after a key is it looked for the next one as often
@@ -52,6 +53,13 @@ class PatientDriver(LinuxDriver):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.exit_event: ReadableEvent = ReadableEvent()
+
+    def stop_application_mode(self) -> None:
+        """Leave the terminal, and nothing on it: tmux (3.3) shows rows of a view that was made larger
+        meanwhile above the shell's prompt.
+        """
+        self.write("\x1b[2J")
+        super().stop_application_mode()
 
     def run_input_thread(self) -> None:
         """Hand on what is typed, until `exit_event` is set or the terminal is gone."""

@@ -88,7 +88,11 @@ def test_q_ends_the_process_at_once_with_a_connection_that_hangs_and_restores_th
         terminal.read_until(b"detach")
         os.write(terminal.master, b"q")
         assert terminal.finish() == 0, "0.5 s later on a machine that is not busy (bench.tui measures it)"
-        assert b"\x1b[?1049l" in terminal.output, "the alternate screen was left"
+        drawn, left, after = terminal.output.partition(b"\x1b[?1049l")
+        assert left, "the alternate screen was left"
+        last = drawn.rpartition(b"\x1b[2J")[2]
+        assert b"detach" in drawn and b"m" not in last, "and it was empty"
+        assert b"detach" not in after
         assert b"\x1b[?25h" in terminal.output, "the cursor is back"
         assert termios.tcgetattr(terminal.slave) == terminal.before
     finally:
