@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from remote_payload import memory_events
+from remote_payload.job_paths import locate
 from remote_payload.limited_command import run_within
 
 PORTS: Final = (29400, 29500)
@@ -156,8 +157,6 @@ def _library_driver(env: Mapping[str, str]) -> str | None:
 
 def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """`there` (true, false, or null: it would be fetched), and `seen` in words, for a path of a job."""
-    from remote_payload.job import PAYLOAD_PREFIX
-
     if name.startswith("package:"):
         import importlib.metadata
 
@@ -169,10 +168,7 @@ def _look(name: str, workspace: Path, env: Mapping[str, str]) -> dict[str, Any]:
         if package is None:
             return {"there": False, "seen": "the package is not installed"}
         return {"there": True, "seen": f"version {package.version}"}
-    if name.startswith(PAYLOAD_PREFIX):
-        path = Path(__file__).parent / name.removeprefix(PAYLOAD_PREFIX)
-    else:
-        path = workspace / Path(name).expanduser()
+    path = locate(name, workspace)
     try:
         if path.is_dir():
             return {"there": True, "seen": f"a folder of {sum(1 for _ in path.iterdir())} entries"}

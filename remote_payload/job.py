@@ -36,9 +36,6 @@ from remote_payload.job_together import check_together
 
 __all__ = ["Change", "Job", "JobError", "differences", "load", "parse_change", "resumable_keys"]
 
-PAYLOAD_PREFIX = "payload:"
-"""A path that begins so is meant inside the shipped `remote_payload` folder."""
-
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Job:

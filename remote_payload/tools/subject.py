@@ -15,13 +15,13 @@ from typing import Any
 
 from remote_payload import rundir
 from remote_payload.job import Job, JobError, load
+from remote_payload.job_paths import locate
 from remote_payload.train.checkpoint import RECORD
 from remote_payload.train.checkpoint_index import best_of, entries, find_checkpoint
 from remote_payload.train.contract import target_identity
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.evaluation import LOGIT_GAP
 from remote_payload.train.model_source import resolve_model
-from remote_payload.train.prepare_run import locate
 from remote_payload.train.released import read_config
 from remote_payload.train.target import check_mask_token, special_ids
 from remote_payload.train.target import read_config as read_target_config

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import remote_payload
-from remote_payload.job import PAYLOAD_PREFIX, Job, JobError
+from remote_payload.job import Job, JobError
+from remote_payload.job_paths import locate
 from remote_payload.rundir import RecordWriter
 from remote_payload.train.alarm import TauWatch
 from remote_payload.train.batch import BatchMaker, RowShape
@@ -190,13 +190,6 @@ def prepare(
         go_on(run, resume)
     progress.queues = {"batches": [run.batches], "features": list(run.features)}
     return run
-
-
-def locate(path: str, workspace: Path) -> Path:
-    """A path of the job: inside the shipped payload, absolute, or relative to the workspace."""
-    if path.startswith(PAYLOAD_PREFIX):
-        return Path(remote_payload.__file__).parent / path.removeprefix(PAYLOAD_PREFIX)
-    return workspace / Path(path).expanduser()
 
 
 def report_dataset(
