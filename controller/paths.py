@@ -90,7 +90,7 @@ def make_mirror_dir(run_id: str, host: str) -> Path:
 
 
 def made(directory: Path) -> Path:
-    """The folder, for its owner only; made, with those above it, where it is not there. Raises LocalStateError."""
+    """The folder, made for its owner with those above it where it is not there. Raises LocalStateError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
