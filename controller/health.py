@@ -16,7 +16,7 @@ import enum
 
 from controller.errors import RunLostError
 from controller.run_records import Record, number, table, text, whole
-from remote_payload.rundir import TRAIN_LOG, State, TrainerExit
+from remote_payload.rundir import ENDED, TRAIN_LOG, State, TrainerExit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def judge(
 def _ended(status: Record, exit_record: Record | None, mirror: Record, limits: Limits) -> Health | None:
     state = text(status, "state")
     reason = text(status, "reason")
-    if state in (State.FINISHED, State.FAILED, State.KILLED):
+    if state in ENDED:
         return _written_end(status, exit_record, reason)
     beat = table(mirror, "beat")
     if not beat or not status:

@@ -231,7 +231,7 @@ def _foreign(directory: Path) -> ForeignReader | None:
 
 
 def _says_ended(status: Record | None) -> bool:
-    return text(status or {}, "state") in [state for state in rundir.State if state.ended]
+    return text(status or {}, "state") in rundir.ENDED
 
 
 def _toml(path: Path) -> dict[str, Any] | None:

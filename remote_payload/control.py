@@ -38,7 +38,7 @@ def place_request(run_dir: Path, name: str, content: bytes) -> None:
     if status is None:
         raise ControlError(f"{run_dir}: no run here has a {rundir.STATUS}")
     if identity.state_of(status.get("supervisor"), status.get("boot_id")) != "alive":
-        ended = status.get("state") in [state for state in rundir.State if state.ended]
+        ended = status.get("state") in rundir.ENDED
         word = f"the run has ended ({status.get('state')})" if ended else "the run's supervisor is gone"
         raise ControlError(f"{word}, so nobody acts on the request {name}")
     try:

@@ -24,8 +24,7 @@ def _describe(run_dir: Path) -> dict[str, Any]:
     status = rundir.read_whole(run_dir / rundir.STATUS) or {}
     progress = rundir.read_whole(run_dir / rundir.PROGRESS) or {}
     state = status.get("state")
-    ended = state in [known for known in rundir.State if known.ended]
-    if state and not ended and "supervisor" not in alive(status):
+    if state and state not in rundir.ENDED and "supervisor" not in alive(status):
         state = "lost"
     return {
         "id": run_dir.name,

@@ -109,7 +109,7 @@ def _run(run_dir: Path, now: float, older_s: float) -> Item:
     age = now - max(signs)
     state = None if status is None else status.get("state")
     lives = alive(status or {})
-    ended = state in [known for known in rundir.State if known.ended]
+    ended = state in rundir.ENDED
     if lives:
         kept: str | None = f"its {' and '.join(lives)} live{'s' if len(lives) == 1 else ''}"
     elif status is None and age < _YOUNG_S:

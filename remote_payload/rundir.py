@@ -64,10 +64,9 @@ class State(enum.StrEnum):
     RESTARTING = "restarting"
     """An attempt crashed and the supervisor waits to begin the next one."""
 
-    @property
-    def ended(self) -> bool:
-        """True when nothing will follow in this attempt."""
-        return self in (State.FINISHED, State.FAILED, State.KILLED)
+
+ENDED: Final = (State.FINISHED, State.FAILED, State.KILLED)
+"""States after which nothing follows in an attempt."""
 
 
 class Request(enum.StrEnum):

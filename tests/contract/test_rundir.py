@@ -261,7 +261,7 @@ def test_a_run_id_is_a_harmless_name(text: str, expected: bool) -> None:
 
 
 def test_which_states_end_an_attempt() -> None:
-    ended = {state for state in rundir.State if state.ended}
+    ended = set(rundir.ENDED)
     assert ended == {rundir.State.FINISHED, rundir.State.FAILED, rundir.State.KILLED}
 
 

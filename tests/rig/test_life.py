@@ -239,5 +239,5 @@ def test_gpus_in_use_are_named_and_a_forced_launch_goes_on(rig: Rig, job: str) -
     assert forced.returncode == 0, forced.stderr
     assert "shared because of --force: GPU 0: pid " in forced.stderr
     run_id = forced.stdout.strip()
-    ends: Callable[[], bool] = lambda: rundir.State(str(status(rig, run_id)["state"])).ended  # noqa: E731
+    ends: Callable[[], bool] = lambda: status(rig, run_id)["state"] in rundir.ENDED  # noqa: E731
     wait_until(ends, "the end of a run whose GPUs nobody has")
