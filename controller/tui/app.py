@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
+import textual
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
@@ -35,7 +36,6 @@ from controller.mirror import Mirror
 from controller.run_state import RunState
 from controller.tui import themes
 from controller.tui.crash_report import write_report
-from controller.tui.driver import PatientDriver
 from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
@@ -43,6 +43,8 @@ from controller.tui.snapshot import Snapshot, Watched
 from controller.tui.terminal import end_with_terminal, has_size
 from controller.tui.ticker import PERIOD_S, Ticker
 
+DRIVER_WRITTEN_FOR: Final = "8.2."
+"""Releases of Textual whose driver `tui/driver.py` takes the place of."""
 STUCK_PERIODS = 5
 """Periods without a snapshot after which the first line says that this view is stuck."""
 
@@ -140,9 +142,13 @@ class RunApp(RunActions):
         self._run_screen.say(note, 6.0)
 
     def get_driver_class(self) -> type[Driver]:
-        """Textual's own, but where ours does the same."""
+        """Textual's own; ours, which knows its insides, only in place of the one that it was written for."""
         driver = super().get_driver_class()
-        return PatientDriver if driver is LinuxDriver else driver
+        if driver is not LinuxDriver or not textual.__version__.startswith(DRIVER_WRITTEN_FOR):
+            return driver
+        from controller.tui.driver import PatientDriver  # another release may not have what it imports
+
+        return PatientDriver
 
     def get_line_filters(self) -> list[LineFilter]:
         """The filters of Textual, and that of the light theme."""
