@@ -18,14 +18,12 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
-import textual
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.driver import Driver
-from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import LineFilter
 from textual.screen import Screen
 
@@ -40,11 +38,9 @@ from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
 from controller.tui.snapshot import Snapshot, Watched
-from controller.tui.terminal import end_with_terminal, has_size
+from controller.tui.terminal import driver_for, end_with_terminal, has_size
 from controller.tui.ticker import PERIOD_S, Ticker
 
-DRIVER_WRITTEN_FOR: Final = "8.2."
-"""Releases of Textual whose driver `tui/driver.py` takes the place of."""
 STUCK_PERIODS = 5
 """Periods without a snapshot after which the first line says that this view is stuck."""
 
@@ -142,13 +138,8 @@ class RunApp(RunActions):
         self._run_screen.say(note, 6.0)
 
     def get_driver_class(self) -> type[Driver]:
-        """Textual's own; ours, which knows its insides, only in place of the one that it was written for."""
-        driver = super().get_driver_class()
-        if driver is not LinuxDriver or not textual.__version__.startswith(DRIVER_WRITTEN_FOR):
-            return driver
-        from controller.tui.driver import PatientDriver  # another release may not have what it imports
-
-        return PatientDriver
+        """What reads this terminal's keys and writes to it."""
+        return driver_for(super().get_driver_class())
 
     def get_line_filters(self) -> list[LineFilter]:
         """The filters of Textual, and that of the light theme."""

@@ -1,6 +1,7 @@
 """What Textual takes for granted of a terminal: that it has a size, and that it is there.
 
 Without one it blocks for ever, at full load of a core; so a view must not outlive its terminal either.
+And which driver reads its keys.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ import select
 import signal
 import threading
 import time
+from typing import Final
 
+import textual
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
+
+_WRITTEN_FOR: Final = "8.2."
+"""Releases of Textual whose driver ours takes the place of."""
 _SIZE_S = 1.0
 """How long a terminal may take to get its size: some programs make one first and size it then."""
 
@@ -48,3 +56,12 @@ def end_with_terminal(descriptor: int) -> None:
             os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=wait, name="tui-terminal", daemon=True).start()
+
+
+def driver_for(textuals: type[Driver]) -> type[Driver]:
+    """Ours in place of Textual's, whose insides it knows, in those releases that it was written for."""
+    if textuals is not LinuxDriver or not textual.__version__.startswith(_WRITTEN_FOR):
+        return textuals
+    from controller.tui.driver import PatientDriver  # another release may not have what it imports
+
+    return PatientDriver

@@ -9,17 +9,17 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import textual
 from textual import constants
+from textual.drivers.headless_driver import HeadlessDriver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key
 from textual.message import Message
 
-from controller.tui.app import RunApp
 from controller.tui.driver import PatientDriver, ReadableEvent
+from controller.tui.terminal import driver_for
 
 PATIENCE_S = 20.0
 
@@ -125,11 +125,9 @@ def test_a_terminal_that_is_gone_ends_the_thread(monkeypatch: pytest.MonkeyPatch
         os.close(descriptor)
 
 
-def test_only_the_driver_that_ours_was_written_for_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TEXTUAL_DRIVER", raising=False)
+def test_only_the_driver_that_ours_was_written_for_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(textual, "__version__", "8.2.8")
-    assert RunApp(tmp_path).get_driver_class() is PatientDriver
+    assert driver_for(LinuxDriver) is PatientDriver
+    assert driver_for(HeadlessDriver) is HeadlessDriver
     monkeypatch.setattr(textual, "__version__", "8.3.0")
-    assert RunApp(tmp_path).get_driver_class() is LinuxDriver
+    assert driver_for(LinuxDriver) is LinuxDriver
