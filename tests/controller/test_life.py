@@ -66,7 +66,7 @@ def run(host: Host) -> Iterator[LaunchedRun]:
 
 
 def end(run: LaunchedRun) -> None:
-    if not rundir.State(str(status_of(run)["state"])).ended:
+    if status_of(run)["state"] not in rundir.ENDED:
         stop(run.local_dir, grace_s=1, say=lambda text: None)
 
 
