@@ -25,7 +25,7 @@ from controller.inventory import Host
 from controller.place import open_place
 from controller.ship import PACKAGE, Payload, pack, start
 from controller.venv import plan, set_up
-from remote_payload import identity, rundir, venv_setup
+from remote_payload import identity, lock, rundir, venv_setup
 
 UV = """\
 #!{python} -IS
@@ -162,7 +162,7 @@ def test_a_setup_that_broke_off_leaves_nobody_at_work_and_is_mended_by_the_next(
         assert "uv pip" in processes() or "uv/uv pip" in processes()
         arrived.process.close()
     deadline = time.monotonic() + 60
-    while f"{uv}/uv" in processes():
+    while f"{uv}/uv" in processes() or is_locked(host):  # the installer, and whoever started it
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert json.loads(note(host).read_text())["state"] == "creating"
@@ -172,6 +172,16 @@ def test_a_setup_that_broke_off_leaves_nobody_at_work_and_is_mended_by_the_next(
     assert version(host) == "1.2"
     assert not (Path(host.venv) / "half").exists()
     assert json.loads(note(host).read_text())["state"] == "complete"
+
+
+def is_locked(host: Host) -> bool:
+    venv = Path(host.venv)
+    with venv.with_name(f".{venv.name}.dflashctl-lock").open("w") as alone:
+        try:
+            lock.hold(alone.fileno())
+        except BlockingIOError:
+            return True
+    return False
 
 
 def processes() -> str:
