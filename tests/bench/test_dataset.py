@@ -29,6 +29,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_one_json_object_is_printed_and_nothing_stays_behind_unless_it_is_asked_for(tmp_path: Path) -> None:
     done = run("--samples", "2500", "--keep", folder=tmp_path)
     assert done.returncode == 0, done.stderr

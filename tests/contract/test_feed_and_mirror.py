@@ -347,6 +347,7 @@ def test_a_killed_writer_of_the_folder_is_replaced_by_one_that_waited(run: Run) 
     run.assert_extents_hold()
 
 
+@pytest.mark.slow
 def test_a_writer_killed_in_the_middle_of_a_large_copy_leaves_only_true_extents(run: Run) -> None:
     dice = random.Random(9)
     run.append("events.jsonl", dice.randbytes(1 << 20) * 40)

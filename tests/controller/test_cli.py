@@ -82,6 +82,7 @@ def completed(env: dict[str, str], line: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_runs_places_jobs_and_what_to_pull(
     env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
     assert dflashctl("--version", env=env).stdout.startswith("dflashctl 0.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "texts"),
     [
@@ -206,6 +208,7 @@ def test_a_host_that_refuses_is_one_sentence_and_its_code(env: dict[str, str], j
     assert hint.startswith("hint: Does sshd run there")
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_the_other_hosts_too_when_one_cannot_be_reached(
     env: dict[str, str], tmp_path: Path
 ) -> None:

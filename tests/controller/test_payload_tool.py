@@ -98,6 +98,7 @@ def test_a_package_that_is_missing_there_is_an_environment_to_be_made(here: Here
     assert error.value.hint == "Make its venv: dflashctl setup --host here"
 
 
+@pytest.mark.slow
 def test_a_long_silence_of_the_tool_is_none_of_the_connection(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_long_silence_of_the_tool_is_none_of_the_connection(
     pytest.fail("a silence of the tool was taken for a lost connection")
 
 
+@pytest.mark.slow
 def test_a_tool_ends_when_nobody_waits_for_it_any_more(here: Here, tmp_path: Path) -> None:
     note, failed = tmp_path / "pid", []
 

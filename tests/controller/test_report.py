@@ -72,6 +72,7 @@ def test_a_time_that_no_calendar_has_breaks_no_page() -> None:
     assert "recompiled" in report_page(reduce(RunState(), News(events=events, gpu=gpu), golden.NOW), ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", golden.SITUATIONS)
 def test_every_situation_has_a_page_that_is_well_formed_and_loads_nothing(name: str, tmp_path: Path) -> None:
     source = page(golden.SITUATIONS[name](), tmp_path)

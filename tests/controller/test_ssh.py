@@ -285,6 +285,7 @@ def test_the_public_part_of_a_locked_key_is_read_without_its_passphrase(tmp_path
     assert ssh_login.public_part(tmp_path / "absent") == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ed25519", "ecdsa", "rsa"])
 def test_a_locked_key_is_told_from_a_broken_one_and_opens_with_its_passphrase(
     tmp_path: Path, kind: str

@@ -80,6 +80,7 @@ def test_a_supervisor_that_is_told_to_end_between_two_attempts_ends_with_the_fai
     assert status["reason"] == "boom 1; the supervisor received SIGTERM before the next attempt began"
 
 
+@pytest.mark.slow
 def test_a_request_made_between_two_attempts_reaches_the_next_one(place: Place) -> None:
     script = (
         "if attempt == 1: progress(5); sys.exit(1)\n"

@@ -146,6 +146,7 @@ def test_a_drafter_that_is_right_k_times_a_block_gives_k_plus_one_tokens_a_round
     assert drafter.seen_positions == [list(range(begin, begin + BLOCK)) for begin in begins]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(right=st.integers(0, BLOCK - 1), at=st.integers(0, 20), most=st.integers(2, 26))
 def test_a_text_ends_with_its_first_end_token_or_at_the_most_tokens_also_inside_a_block(

@@ -297,6 +297,7 @@ def run_dir(tmp_path: Path, drafter: Drafter, target: Path, prompts: Path) -> Pa
     return path
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_have_the_same_tau_by_the_same_prompts(run_dir: Path, prompts: Path) -> None:
     of_run = run(run_dir)
     assert (of_run["step"], of_run["run"], of_run["max_new_tokens"]) == (5, "a-run", MOST)

@@ -109,6 +109,7 @@ def test_every_worker_gets_the_configuration_although_main_set_another() -> None
     assert seen == [False]
 
 
+@pytest.mark.slow
 def test_a_recompile_raises_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(

@@ -126,6 +126,7 @@ def generated(target: Target, prompt: Tensor, most: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_length", [3, WINDOW + 3])
 def test_text_drafted_partly_right_is_that_of_the_models_own_greedy_generation(
     target: Target, prompt_length: int

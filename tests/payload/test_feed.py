@@ -654,6 +654,7 @@ def test_a_feed_stuck_in_a_write_ends_as_well(run_dir: Path) -> None:
         assert reader.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_pings_keep_the_feed_of_a_slow_reader_alive(run_dir: Path) -> None:
     (run_dir / "train.log").write_bytes(bytes(8 << 20))
     for scale in (0.01, 0.03, 0.1, 0.3):  # a busy machine may hold the pings up for longer than the silence
@@ -713,6 +714,7 @@ def test_a_removed_run_is_an_error_frame(run_dir: Path) -> None:
         assert "removed" in reader.frames[-1]["text"]
 
 
+@pytest.mark.slow
 def test_new_bytes_are_seen_at_once_and_waiting_costs_little(run_dir: Path) -> None:
     for name in ("events.jsonl", "gpu.jsonl", "train.log", "supervisor.jsonl", "status.json"):
         (run_dir / name).write_bytes(b"{}\n" * 3000)

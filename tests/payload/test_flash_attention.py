@@ -100,6 +100,7 @@ def test_the_rule_asks_of_folded_places_what_the_mask_says_of_plain_ones(row: Pa
     assert (sees & same_head).equal(folded.mask_mod(zero, zero, query, key))  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_a_compiler_keeps_both_operators_whole_and_a_refilled_row_is_no_new_graph() -> None:
     sizes = small()

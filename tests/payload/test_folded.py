@@ -25,6 +25,7 @@ def folded_of(row: Packed, heads: int, kv_heads: int) -> tuple[BlockMask, BlockM
     return plain, fold_mask(plain, heads, kv_heads, folded_rule(rule, queries, heads, kv_heads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2)])
 @settings(deadline=None, max_examples=5)
 @given(row=packed_rows(context=2 * TILE, slots=32, block=8))

@@ -124,6 +124,7 @@ def test_on_a_cpu_nothing_is_left_to_kernels() -> None:
     assert not runs_kernels(torch.zeros(2, 3))
 
 
+@pytest.mark.slow
 def test_what_the_operators_promise_the_compiler_holds() -> None:
     logits, taught, labels = torch.randn(5, 33), torch.randn(5, 33), torch.randint(0, 33, (5,))
     quick = ("test_schema", "test_faketensor")

@@ -346,6 +346,7 @@ def test_a_trainer_that_never_shows_progress_is_stalled_and_still_lives(place: P
     assert run.ended()["reason"] == "stopped on request at step 0"
 
 
+@pytest.mark.slow
 def test_a_stalled_run_comes_back_when_news_comes(place: Place) -> None:
     code = (
         "def go_on_until(name):\n"
@@ -386,6 +387,7 @@ def test_a_trainer_whose_supervisor_was_killed_is_told_to_stop(place: Place) -> 
     assert "supervisor is gone" in json.loads(refused.stdout)["error"]
 
 
+@pytest.mark.slow
 def test_the_heartbeat_goes_on_while_nvidia_smi_hangs(place: Place) -> None:
     script = place.bin / "nvidia-smi"
     script.write_text(f"#!/bin/sh\necho $$ > {place.bin}/pid.new\nmv {place.bin}/pid.new {place.bin}/pid\n"

@@ -291,6 +291,7 @@ def test_whoever_else_runs_the_model_sees_nothing_of_the_views(target: Target) -
     assert target.model.config.to_dict() == configs and target.attention == "sdpa"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["none", "one foreign token", "one later token"])
 def test_the_proof_sees_one_token_too_many_however_much_rounding_is_let_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

@@ -80,6 +80,7 @@ def test_taps_are_the_same_with_and_without_the_last_hidden_states(target: Targe
     assert both[..., : alone.shape[-1]].equal(alone) and not both.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Objective(name="forward_kl"), Objective(name="lk")], ids=lambda k: k.name)
 def test_a_drafter_that_says_what_the_target_says_before_each_label_has_no_loss(
     target: Target, tmp_path: Path, kind: Objective

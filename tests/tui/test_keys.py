@@ -19,6 +19,7 @@ def log_of(app: object) -> LogView:
     return app._run_screen.log_view
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "text"), [("2", "gradient norm"), ("3", "waiting for batches"), ("4", "replica 0 ready on")]
 )
@@ -128,6 +129,7 @@ class Watched:
         self.calls.append("poke")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(60, 90), (80, 90)], ids=str)
 async def test_the_help_cuts_no_line(size: tuple[int, int], open_run: Open) -> None:
     async with open_run("healthy", size) as pilot:
