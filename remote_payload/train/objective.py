@@ -171,11 +171,11 @@ def by_operations(
     read = _Places(log_label, hits, kl, accepted, short)
     plain, _ = ce(log_label, weights)
     loss, factors = _minimised(read, weights, objective)
-    own, of_label = factors.own[..., None], factors.of_label[..., None]
+    own, at_label = factors.own[..., None], torch.where(onehot, factors.of_label[..., None], 0.0)
     if factors.of_taught is None:
-        slope = odds * (own / total) - torch.where(onehot, of_label, 0.0)
+        slope = odds * (own / total) - at_label
     else:
-        slope = q * own - torch.where(onehot, of_label, 0.0) - factors.of_taught[..., None] * p
+        slope = q * own - at_label - factors.of_taught[..., None] * p
     if factors.of_short is not None:
         slope = slope - factors.of_short[..., None] * less
     bound = factors.bound()

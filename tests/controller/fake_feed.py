@@ -37,6 +37,24 @@ def line(record: dict[str, Any]) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
+class HandClock:
+    """A clock that a test sets by hand; it knows whether it was read since."""
+
+    def __init__(self) -> None:
+        self._now, self._reads = 0.0, 0
+
+    def __call__(self) -> float:
+        self._reads += 1
+        return self._now
+
+    def show(self, now: float) -> None:
+        self._now, self._reads = now, 0
+
+    def was_read(self) -> bool:
+        """Often enough that what follows from a reading has happened."""
+        return self._reads > 3
+
+
 class Remote:
     """A run directory somewhere else, in memory."""
 

@@ -22,7 +22,7 @@ from controller.mirror_files import MIRROR
 from controller.mirror_reader import MirrorReader
 from controller.timing import Timing
 from remote_payload import rundir
-from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
+from tests.controller.fake_feed import TIMING, HandClock, Line, Remote, mirror_folder
 
 
 class Terminal(io.StringIO):
@@ -170,25 +170,16 @@ def test_a_run_that_nobody_works_on_any_more_is_lost(scene: Scene) -> None:
 def test_a_half_line_waits_for_its_rest_and_is_shown_when_nothing_comes(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, looks = 1000.0, 0
-
-    def clock() -> float:
-        nonlocal looks
-        looks += 1
-        return now
-
-    def has_looked() -> bool:
-        return looks > 3
-
+    clock = HandClock()
     monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=clock, time=time.time))
     scene.in_thread(follow=True)
     scene.remote.files["train.log"] += b"one\nLoading \xe6\x97"
     until(lambda: scene.out.getvalue() == b"one\n")
     for passed in (0.0, 0.99):
-        now, looks = 1000.0 + passed * logs.QUIET_S, 0
-        until(has_looked)
+        clock.show(passed * logs.QUIET_S)
+        until(clock.was_read)
         assert scene.out.getvalue() == b"one\n"
-    now = 1000.0 + 1.01 * logs.QUIET_S
+    clock.show(1.01 * logs.QUIET_S)
     until(lambda: scene.out.getvalue() == b"one\nLoading ")  # and still not half a character
     scene.remote.files["train.log"] += b"\xa5 done\n"
     until(lambda: scene.out.getvalue() == b"one\nLoading \xe6\x97\xa5 done\n")

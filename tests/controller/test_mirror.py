@@ -25,7 +25,7 @@ from controller.mirror import LOG_TAIL_BYTES, Mirror, ask_for_whole_log
 from controller.mirror_files import LOCK, MIRROR
 from controller.place import Place
 from remote_payload import rundir
-from tests.controller.fake_feed import RUN_ID, TIMING, FakeProcess, Line, Remote, mirror_folder
+from tests.controller.fake_feed import RUN_ID, TIMING, FakeProcess, HandClock, Line, Remote, mirror_folder
 
 
 @pytest.fixture
@@ -166,16 +166,7 @@ def test_random_breaks_lose_nothing_and_send_nothing_twice(
 def test_a_dead_peer_is_noticed_by_its_silence(
     remote: Remote, mirrors: Callable[..., Mirror], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, looks = 1000.0, 0
-
-    def clock() -> float:
-        nonlocal looks
-        looks += 1
-        return now
-
-    def has_looked() -> bool:
-        return looks > 3
-
+    clock = HandClock()
     monkeypatch.setattr(mirror_module, "awake_and_asleep", clock)
     line = Line(remote)
     line.fate = lambda number: lambda: "silent" if number == 0 and record(folder).get("beat") else None
@@ -183,10 +174,10 @@ def test_a_dead_peer_is_noticed_by_its_silence(
     mirror.start()
     until(lambda: line.processes and line.processes[0]._broken)
     for passed in (0.0, 0.99):
-        now, looks = 1000.0 + passed * TIMING.silence_s, 0
-        until(has_looked)
+        clock.show(passed * TIMING.silence_s)
+        until(clock.was_read)
         assert len(line.processes) == 1
-    now = 1000.0 + 1.01 * TIMING.silence_s
+    clock.show(1.01 * TIMING.silence_s)
     until(lambda: len(line.processes) == 2)
     until(lambda: record(folder)["state"] == "connected")
     assert line.processes[0].closed
