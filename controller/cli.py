@@ -120,6 +120,7 @@ for command in (
     watch.status,
     control.stop,
     control.checkpoint,
+    control.stacks,
     control.resume,
     pull.pull,
     drafters.export,

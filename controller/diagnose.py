@@ -315,6 +315,14 @@ def alarms(progress: Progress | None) -> tuple[Diagnosis, ...]:
     """What goes wrong in a run that has not failed, worst first."""
     if progress is None:
         return ()
+SILENT_TRAINER = Diagnosis(
+    name="silent-trainer",
+    what="The trainer's process is there, and makes no progress.",
+    why="A thread waits for what does not come (a device, a disk, another thread), or its machine does.",
+    do="`dflashctl stacks RUN` shows where each of its threads is. If it does not come back: `dflashctl stop"
+    " RUN`, then `dflashctl resume RUN` goes on from the newest checkpoint.",
+)
+
     found = []
     if progress.loss_is_nan or progress.nonfinite_steps:
         found.append(NAN_LOSS)

@@ -91,6 +91,8 @@ class Health:
     """The state last written by the container, `running` say, however old."""
     news_age_s: float | None = None
     """Seconds since the newest frame arrived here; None before the first."""
+    trainer_silent: bool = False
+    """Of STALLED: the supervisor works, so it is the trainer that makes no progress."""
 
     @property
     def headline(self) -> str:
@@ -217,18 +219,19 @@ def _alive(
     if state == State.LAUNCHING:
         return Health(word=Word.LAUNCHING, detail=reason)
     if state == State.STALLED:
-        return Health(word=Word.STALLED, extra=_since(progress_t, container_now), detail=reason)
+        return _silent_trainer(progress_t, container_now, reason)
     written = number(status, "t")
     if written is not None and container_now - written > limits.silent_supervisor_s:
         age = age_text(container_now - written)
         return Health(word=Word.STALLED, extra=age, detail="the supervisor writes no status")
     if progress_t is not None and container_now - progress_t > limits.stalled_s:
-        return Health(
-            word=Word.STALLED,
-            extra=_since(progress_t, container_now),
-            detail="the trainer lives but writes no progress",
-        )
+        return _silent_trainer(progress_t, container_now, "the trainer lives but writes no progress")
     return Health(word=Word.LIVE, detail=reason)
+
+
+def _silent_trainer(progress_t: float | None, container_now: float, detail: str) -> Health:
+    since = _since(progress_t, container_now)
+    return Health(word=Word.STALLED, extra=since, detail=detail, trainer_silent=True)
 
 
 def _until(restart: Record, now: float) -> str:

@@ -21,7 +21,7 @@ from typing import IO
 from remote_payload import rundir
 
 FATAL = "stacks-fatal.txt"
-REQUEST = "stacks-request.txt"
+REQUEST = Path(rundir.STACKS).name
 
 _MOST_TRACEBACK = 256 * 1024
 _MOST_ERROR = 500

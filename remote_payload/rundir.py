@@ -35,6 +35,8 @@ EVENTS: Final = "events.jsonl"
 GPU: Final = "gpu.jsonl"
 EXIT: Final = "exit.json"
 CRASH: Final = "crash"
+STACKS: Final = f"{CRASH}/stacks-request.txt"
+"""A trainer's answers to `Request.STACKS`, one after another."""
 CHECKPOINTS: Final = "checkpoints"
 CONTROL: Final = "control"
 

@@ -1,4 +1,4 @@
-"""The commands that act on a run: `stop`, `checkpoint`, `resume`."""
+"""The commands that act on a run: `stop`, `checkpoint`, `stacks`, `resume`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,31 @@ def checkpoint(
         print(json.dumps(written))
     else:
         print(f"{written['path']} (step {written['step']})")
+    return 0
+
+
+def stacks(
+    run: Run = None,
+    limit: Annotated[
+        float, typer.Option("--limit", min=1, max=86400, metavar="S", help="Longest wait, in seconds.")
+    ] = 30.0,
+    as_json: JsonOption = False,
+) -> int:
+    """Print where each thread of a trainer that hangs is.
+
+    Or of one that trains: either goes on as before. For each thread its Python calls, newest first: file, line, function. A thread that
+    waits in CUDA or in the kernel shows the line that called it.
+
+    \b
+    dflashctl stacks
+    dflashctl stacks demo-1130 --json | jq -r .stacks
+    """
+    from controller.paths import find_run
+    from controller.stopping import stacks as stacks_of
+    from controller.text import safe_lines
+
+    shown = stacks_of(find_run(run), limit_s=limit, say=say)
+    print(json.dumps(shown) if as_json else "\n".join(safe_lines(shown["stacks"])))
     return 0
 
 

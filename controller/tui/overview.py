@@ -242,6 +242,7 @@ def detail_lines(state: RunState, width: int, rows: int = MOST_DETAIL_ROWS) -> l
     elif health.word is Word.STALLED:
         known = state.progress is not None and state.progress.threads
         style, said = WARN, f"{health.detail}{': 3 shows where each thread was' if known else ''}"
+        said += f". {state.diagnosis.do}" if health.trainer_silent and state.diagnosis else ""
     elif health.word in (Word.ENDING, Word.STOPPING, Word.STOPPED):
         said = health.detail
     else:

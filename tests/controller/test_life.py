@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from controller import paths
+from controller.diagnose import SILENT_TRAINER
 from controller.errors import (
     CheckpointError,
     ConnectionLostError,
@@ -29,12 +31,13 @@ from controller.run_place import RunPlace
 from controller.run_reader import RunReader
 from controller.ship import Session
 from controller.status import status_lines
-from controller.stopping import checkpoint, stop
+from controller.stopping import checkpoint, stacks, stop
 from controller.watching import last_state
 from remote_payload import rundir
 from remote_payload.job import Job
 from tests.controller.test_json import documented
 from tests.controller.trainer import (
+    HUNG,
     STEPS,
     local_host,
     status_of,
@@ -112,6 +115,54 @@ def test_a_checkpoint_that_does_not_come_in_time_or_ever_is_an_error_of_its_own(
     end(run)
     with pytest.raises(RunLostError, match="the run has ended"):
         checkpoint(run.local_dir, limit_s=1, say=quiet)
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_threads_all_hang_shows_where_each_of_them_is_and_lives_on(
+    host: Host, payload: Path
+) -> None:
+    (payload / "train" / "main.py").write_text(HUNG)
+    run = launch(host, JOB, "hung")
+    wait_for_state(run, "stalled")
+    state = last_state(run.local_dir)
+    assert (state.state, state.diagnosis) == ("STALLED", SILENT_TRAINER)
+    assert f"  what to do: {SILENT_TRAINER.do}" in status_lines(state)
+    trainer = status_of(run)["trainer"]
+    for asked in (1, 2):  # the second answer is not the first one again
+        shown = stacks(run.local_dir, limit_s=60, say=quiet)
+        assert set(shown) == documented("stacks")
+        assert shown["stacks"].count("in waits_for_a_lock_that_nobody_gives_back") == 2
+        assert "most recent call first" in shown["stacks"] and "in main" in shown["stacks"]
+        whole = Path(str(shown["path"])).read_text()
+        assert whole.count("UTC: asked for") == asked and whole.endswith(shown["stacks"])
+    assert status_of(run)["trainer"] == trainer
+    end(run)
+    with pytest.raises(RunLostError, match="the run has ended"):
+        stacks(run.local_dir, limit_s=60, say=quiet)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_stopped_gives_no_stacks_and_its_kernel_stacks_are_named_instead(
+    run: LaunchedRun, payload: Path
+) -> None:
+    trainer = status_of(run)["trainer"]
+    assert isinstance(trainer, dict)
+    with pytest.raises(NotInTimeError, match=r"the stacks did not come within 1 s") as caught:
+        stacks(run.local_dir, limit_s=1, say=quiet)  # this trainer has no handler for them
+    assert "still starting" in caught.value.hint
+    end(run)
+    (payload / "train" / "main.py").write_text(HUNG)
+    hung = launch(local_host(payload.parents[1]), JOB, "frozen")
+    wait_for_state(hung, "running")
+    pid = status_of(hung)["trainer"]["pid"]  # type: ignore[index]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(NotInTimeError) as caught:
+            stacks(hung.local_dir, limit_s=1, say=quiet)
+        assert f"ps -L -o tid,stat,wchan:32,comm -p {pid}" in caught.value.hint
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    end(hung)
 
 
 def test_a_stop_tells_how_the_run_ended_and_a_second_one_the_same(run: LaunchedRun) -> None:

@@ -50,6 +50,26 @@ def main(run_dir, attempt):
 """
 """Counts steps until it is told to stop; crashes at step CRASH_AT x attempt if that is set."""
 
+HUNG = """\
+import threading
+from remote_payload import crash, rundir
+
+def main(run_dir, attempt):
+    crash.install(run_dir)
+    held = threading.Lock()
+    held.acquire()
+    def waits_for_a_lock_that_nobody_gives_back():
+        held.acquire()
+    threads = [threading.Thread(target=waits_for_a_lock_that_nobody_gives_back) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    record = {"attempt": attempt, "step": 7, "phase": "training"}
+    rundir.write_whole(run_dir / "progress.json", rundir.encode(rundir.stamp("progress", record)))
+    for thread in threads:
+        thread.join()
+"""
+"""Writes one progress, then hangs: two threads wait for a lock, and the main one for them."""
+
 
 def use_trainer(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Have launches ship a payload whose trainer is `text`; returns the payload's folder."""

@@ -249,7 +249,8 @@ async def test_an_alarm_is_shown_with_all_of_its_advice_and_the_others_below_it(
 
 async def test_a_stalled_run_says_where_to_look(open_run: Open) -> None:
     async with open_run("stalled") as pilot:
-        assert "no progress for 75 s: 3 shows where each thread was" in screen_text(pilot)
+        shown = " ".join(screen_text(pilot).split())
+    assert "no progress for 75 s: 3 shows where each thread was. `dflashctl stacks RUN` shows" in shown
 
 
 def test_an_evaluation_after_the_last_step_says_how_far_it_is_in_the_place_of_an_eta() -> None:
