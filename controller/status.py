@@ -115,7 +115,7 @@ def status_lines(state: RunState) -> list[str]:
     lines += [f"  {line}" for line in (*_training(state), *_where(state))]
     before = [attempt for attempt in state.attempts if attempt.number < state.attempt]
     lines += [f"  {safe_line(attempt_line(attempt))}" for attempt in before[-_ATTEMPTS:]]
-    lines += [f"  ! {alarm.what}" for alarm in alarms(state.progress)]
+    lines += [f"  ! {alarm.what} {alarm.do}" for alarm in alarms(state.progress)]
     for name, count in state.unparsable.items():
         which, hold = ("line", "holds") if count == 1 else ("lines", "hold")
         lines.append(f"  ! {figures.count(count)} {which} of {name} {hold} no record")

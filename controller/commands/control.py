@@ -72,8 +72,8 @@ def stacks(
 ) -> int:
     """Print where each thread of a trainer that hangs is.
 
-    Or of one that trains: either goes on as before. For each thread its Python calls, newest first: file, line, function. A thread that
-    waits in CUDA or in the kernel shows the line that called it.
+    Or of one that trains: either goes on as before. For each thread its Python calls, newest first: file,
+    line, function. A thread that waits in CUDA or in the kernel shows the line that called it.
 
     \b
     dflashctl stacks

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.diagnose import RECOMPILING, TAU_GAP
 from controller.errors import UnreachableError
 from controller.mirror import Mirror
 from controller.run_reader import RunReader
@@ -71,6 +72,15 @@ def test_lines_that_could_not_be_read_are_counted_by_file(tmp_path: Path) -> Non
     )
     lines = [line for line in status_lines(damaged) if "no record" in line]
     assert lines == ["  ! 2 lines of events.jsonl hold no record", "  ! 1 line of gpu.jsonl holds no record"]
+
+
+def test_an_alarm_stands_with_what_to_do_about_it_in_the_words_of_the_tui(tmp_path: Path) -> None:
+    run = SITUATIONS["healthy"]()
+    assert run.progress is not None
+    run.progress |= {"alarm": {"reason": "leak_or_misalignment"}, "recompiles": 2}
+    run.write(tmp_path)
+    lines = [line for line in status_lines(RunReader(tmp_path).catch_up(NOW)) if line.startswith("  ! ")]
+    assert lines == [f"  ! {alarm.what} {alarm.do}" for alarm in (TAU_GAP, RECOMPILING)]
 
 
 def test_times_are_this_machines_and_one_that_no_calendar_has_breaks_nothing() -> None:
