@@ -46,7 +46,8 @@ def export(
         str, typer.Option("--dtype", metavar="TYPE", help="bfloat16, float32 or float16.")
     ] = "bfloat16",
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Folder for the export. [./RUN]")
+        Path | None,
+        typer.Option("--to", metavar="DIR", readable=False, help="Folder for the export. [./RUN]"),
     ] = None,
     pull: Annotated[bool, typer.Option("--pull/--no-pull", help="Whether to bring it here.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an export of that name.")] = False,

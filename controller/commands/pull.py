@@ -31,7 +31,8 @@ def pull(
         ),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Folder for the files. [./RUN]")
+        Path | None,
+        typer.Option("--to", metavar="DIR", readable=False, help="Folder for the files. [./RUN]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:

@@ -15,7 +15,13 @@ def report(
     run: Run = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where to write it. RUN.html here if not given."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            readable=False,
+            help="Where to write it. RUN.html here if not given.",
+        ),
     ] = None,
 ) -> int:
     """Write all about a run as one HTML page.

@@ -1,5 +1,6 @@
 """The README and the pages of docs/: what a reader would copy is right by the code of this tree."""
 
+import os
 import re
 import shlex
 import tomllib
@@ -44,6 +45,18 @@ def test_every_command_that_a_help_text_shows_can_be_typed() -> None:
         assert shown
         for words in shown:
             check(words)
+
+
+def test_what_is_to_be_written_anew_need_not_be_readable_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.html").touch()
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as for who is not root
+    check(["report", "demo", "--out", str(tmp_path / "run.html")])
+    for command in ("pull", "export"):
+        check([command, "demo", "--to", str(tmp_path)])
+    with pytest.raises(Exception, match="not readable"):
+        check(["evaluate", "demo", "--prompts", str(tmp_path / "run.html")])
 
 
 def test_a_command_that_does_not_exist_is_noticed() -> None:
