@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Final
 
-from controller.errors import ConnectionLostError, ToolError
+from controller.errors import ConnectionLostError, LocalStateError, ToolError
 from controller.narration import Say
 from controller.payload_tool import run_tool
 from controller.place import open_place
@@ -85,7 +85,7 @@ def export(
         return exported
     try:
         pull(directory, [f"{EXPORTS}/{written}"], to, say=say, progress=progress)
-    except ConnectionLostError as error:
+    except (ConnectionLostError, LocalStateError) as error:
         error.hint = f"It is complete there: dflashctl pull {run_place.run_id} {EXPORTS}/{written}"
         raise
     return dataclasses.replace(exported, directory=str(to / EXPORTS / written))

@@ -2,13 +2,16 @@
 
 A file is written beside its place, under a name with a dot in front, and renamed once its sha256 is the
 remote's; a checkpoint or an export is a folder, and appears whole or not at all. What a broken transfer
-left is kept and continued, by the next try of the same call or by the next call. Memory does not grow with
-the files: bytes go from the connection to the disk and through the hash.
+left is kept and continued, by the next try of the same call or by the next call; never by two at once: a
+pull locks the folder that it writes into, and a second one is refused. Memory does not grow with the files:
+bytes go from the connection to the disk and through the hash.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import os
 import re
@@ -150,9 +153,20 @@ class Pull:
         self._received = 0
         self._pulled: dict[str, Pulled] = {}
         self._wrong: set[str] = set()
+        self._lock = -1
 
     def run(self) -> list[Pulled]:
-        """Pull everything. Raises PullError, and ConnectionLostError when no connection brings a byte."""
+        """Pull everything. Raises PullError, LocalStateError, also when another pull writes into the folder,
+        and ConnectionLostError when no connection brings a byte.
+        """
+        try:
+            return self._run()
+        finally:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
+
+    def _run(self) -> list[Pulled]:
         keep_freed_memory()
         tries = 0
         while True:
@@ -201,6 +215,7 @@ class Pull:
     def _examine(self, targets: Sequence[_Target]) -> None:
         try:
             self._check_room(targets)
+            self._hold_folder()
             for target in targets:
                 self._look(target)
         except OSError as error:
@@ -218,6 +233,20 @@ class Pull:
                 f"{self._to}: {amount(needed)} are to come, and {amount(free)} are free",
                 "Name another folder with --to.",
             )
+
+    def _hold_folder(self) -> None:
+        if self._lock >= 0:
+            return
+        self._to.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._to, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # some network file systems lock no folder: nobody is kept out
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LocalStateError(
+                    f"{self._to}: another pull is writing there",
+                    "Wait for its end, or name another folder with --to.",
+                ) from None
 
     def _look(self, target: _Target) -> None:
         """What of the file is here already: of a transfer that broke off, or of an earlier pull."""

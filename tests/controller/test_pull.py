@@ -273,6 +273,34 @@ def test_no_link_leads_out_of_the_run_directory(remote: Remote, tmp_path: Path) 
         remote.pull("exports/key")
 
 
+def test_a_second_pull_into_the_same_folder_is_refused_and_harms_the_first_in_nothing(
+    remote: Remote, tmp_path: Path
+) -> None:
+    refused: list[LocalStateError] = []
+
+    def second(*_: object) -> None:
+        if not refused:
+            with pytest.raises(LocalStateError, match="another pull is writing there") as caught:
+                remote.pull("log")
+            refused.append(caught.value)
+
+    Pull(
+        remote.stream(["checkpoints/best", "log"]),
+        lambda: Local(remote.host),
+        remote.to,
+        say=remote.said.append,
+        progress=second,
+        timing=TIMING,
+    ).run()
+    assert "--to" in refused[0].hint
+    assert sorted(remote.files()) == [
+        "checkpoints/step-40/config.json",
+        "checkpoints/step-40/model.safetensors",
+        "train.log",
+    ]
+    assert [pulled.new for pulled in remote.pull("log", "exports").values()] == [True, False]
+
+
 def test_a_folder_that_cannot_be_written_is_named(remote: Remote) -> None:
     remote.to.write_text("a file in the way")
     with pytest.raises(LocalStateError, match="here"):
