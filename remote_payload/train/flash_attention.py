@@ -23,6 +23,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -76,7 +77,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     """Why FlashAttention-4 cannot run here, without importing it; None where it may."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+    if not _installed():
         return f"the package {PACKAGE} is not installed"
     if (capability := torch.cuda.get_device_capability(device))[0] != 9:
         major, minor = capability
@@ -86,6 +87,13 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     if head_dim not in HEAD_SIZES:
         return f"heads of {head_dim} are not among {', '.join(map(str, HEAD_SIZES))}"
     return None
+
+
+def _installed() -> bool:
+    """Whether the package's folder is there. Older releases share its name, and may fail to be imported."""
+    found = importlib.util.find_spec("flash_attn")
+    folders = None if found is None else found.submodule_search_locations
+    return any((Path(folder) / "cute").is_dir() for folder in folders or ())
 
 
 def flash_attend(queries: Tensor, keys: Tensor, values: Tensor, mask: FlashMask) -> Tensor:

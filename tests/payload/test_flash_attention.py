@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,11 +229,25 @@ def test_an_error_is_measured_by_the_worst_tile_of_a_head() -> None:
 def test_why_it_cannot_run_here(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, head_dim: int, words: str | None
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(flash_attention, "_installed", lambda: True)
     capability = {"cuda:0": (8, 0), "cuda:1": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[str(device)])
     reason = flash_attention.unavailable(torch.device(device), dtype, head_dim)
     assert reason is None if words is None else reason is not None and words in reason
+
+
+@pytest.mark.parametrize(("cute", "installed"), [(False, False), (True, True)])
+def test_an_older_release_that_cannot_be_imported_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cute: bool, installed: bool
+) -> None:
+    """flash-attn 2 and 3 share the name, and break with every torch that they were not built for."""
+    package = tmp_path / "flash_attn"
+    (package / "cute" if cute else package).mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = flash_attention.unavailable(torch.device("cuda:0"), torch.bfloat16, 128)
+    assert reason == (None if installed else "the package flash-attn-4 is not installed")
 
 
 def test_without_the_package_flex_attention_runs_unless_the_job_says_flash(
