@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from controller.run_records import Record
+from controller.run_records import BOUND, Record
 
 # One way to match and one place to begin: a line of digits without an end must not cost its length squared.
 _NUMBER: Final = r"((?<![\d.,_])[-+]?(?:\d[\d,_]*+(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+|nan|-?inf)"
@@ -118,12 +118,12 @@ def _whole(digits: str) -> int | None:
 
 
 def _number(digits: str) -> float | None:
-    """None for what is not finite, as JSON has it."""
+    """None for what a record of a run cannot be either."""
     try:
         value = float(digits.replace(",", ""))
     except ValueError:
         return None
-    return value if abs(value) < 1e300 else None
+    return value if abs(value) <= BOUND else None
 
 
 class ForeignRun:

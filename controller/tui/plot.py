@@ -25,6 +25,9 @@ LABEL_COLUMNS = 7
 LEAST_LOG = 1e-100
 """What is below is zero on a logarithmic scale, and so a gap."""
 
+FAR = 1e6
+"""Pictures away from this one: a line leaves it towards there. Shares of a tiny picture may be infinite."""
+
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -66,12 +69,14 @@ class Scale:
     log: bool = False
 
     def share(self, y: float) -> float | None:
-        """Where y lies, 0 (low) to 1 (high); None: it cannot be shown."""
+        """Where y lies, 0 (low) to 1 (high), but for what is far outside; None: it cannot be shown."""
         if not self.log:
-            return (y - self.low) / (self.high - self.low)
-        if y < LEAST_LOG:
+            share = (y - self.low) / (self.high - self.low)
+        elif y < LEAST_LOG:
             return None
-        return (math.log(y) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        else:
+            share = (math.log(y) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return min(FAR, max(-FAR, share))
 
 
 def scale_of(curves: Sequence[Curve], window: Window, *, log: bool) -> Scale | None:

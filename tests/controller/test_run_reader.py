@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller import run_reader
+from controller import run_reader, run_records
 from controller.run_reader import LineCursor, RunReader
 from tests.tui import golden
 from tests.tui.golden import NOW
@@ -42,6 +43,12 @@ def test_every_golden_run_directory_is_read(name: str, tmp_path: Path) -> None:
 def test_an_empty_or_absent_folder_is_a_run_of_which_nothing_was_heard(tmp_path: Path) -> None:
     assert RunReader(tmp_path / "absent", scale=1.0).poll(NOW).state == "UNKNOWN"
     assert RunReader(tmp_path, scale=1.0).poll(NOW).state == "UNKNOWN"
+
+
+@pytest.mark.parametrize("beyond", [1e308, -1e308, 10**400, math.nan, True, "1", None, [1]])
+def test_a_number_with_which_no_plot_could_reckon_is_none(beyond: Any) -> None:
+    assert run_records.number({"loss": beyond}, "loss") is None
+    assert run_records.number({"loss": 10**18}, "loss") == 1e18
 
 
 def test_half_a_line_is_left_alone_until_it_is_whole(reader: RunReader, tmp_path: Path) -> None:

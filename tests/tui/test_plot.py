@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.run_records import BOUND
 from controller.series import Point, Series
 from controller.tui.acceptance import promised
 from controller.tui.curves import Look, nearest
@@ -23,7 +24,7 @@ from controller.tui.plot import (
     ticks,
 )
 
-values = st.floats(-1e12, 1e12, allow_nan=False) | st.none()
+values = st.floats(-1e12, 1e12, allow_nan=False) | st.floats(-BOUND, BOUND) | st.none()
 
 
 def drawn(points: list[Point], width: int = 47, height: int = 9, **kwargs: Any) -> list[str]:
@@ -41,6 +42,11 @@ def test_a_plot_has_the_size_it_was_given_whatever_the_values(
     )
     assert len(lines) == height
     assert all(text.cell_len == width for text in lines)
+
+
+def test_a_curve_that_leaves_the_picture_towards_almost_infinity_is_drawn() -> None:
+    points: list[Point] = [(0.0, 1e-300), (1.0, BOUND)]
+    assert len(plot_lines([Curve(points, SKY)], 47, 9, Window(0.0, 0.5))) == 9
 
 
 def columns_with_dots(lines: list[str]) -> set[int]:
