@@ -300,8 +300,28 @@ CHECKPOINT_FAILED = Diagnosis(
     " ones are whole.",
 )
 
-_BY_REASON = {"leak_or_misalignment": TAU_GAP, "not_lossless": NOT_LOSSLESS}
+EVALUATION_OUT_OF_MEMORY = Diagnosis(
+    name="evaluation-out-of-memory",
+    what="The newest evaluation is missing: its GPU had no memory for it.",
+    why="It decodes on the first target's GPU, beside all that trains there; so may another process.",
+    do="Training goes on, and the next one is tried. Where it stays so, resume with --set: a lower"
+    " eval_max_new_tokens, shorter or fewer held-out prompts, or another GPU first in targets.",
+)
+
+_BY_REASON = {
+    "leak_or_misalignment": TAU_GAP,
+    "not_lossless": NOT_LOSSLESS,
+    "evaluation_out_of_memory": EVALUATION_OUT_OF_MEMORY,
+}
 """Alarms that the trainer itself raises, by their reason."""
+
+SILENT_TRAINER = Diagnosis(
+    name="silent-trainer",
+    what="The trainer's process is there, and makes no progress.",
+    why="A thread waits for what does not come (a device, a disk, another thread), or its machine does.",
+    do="`dflashctl stacks RUN` shows where each of its threads is. If it does not come back: `dflashctl stop"
+    " RUN`, then `dflashctl resume RUN` goes on from the newest checkpoint.",
+)
 
 RECOMPILING = Diagnosis(
     name="recompiling",
@@ -315,14 +335,6 @@ def alarms(progress: Progress | None) -> tuple[Diagnosis, ...]:
     """What goes wrong in a run that has not failed, worst first."""
     if progress is None:
         return ()
-SILENT_TRAINER = Diagnosis(
-    name="silent-trainer",
-    what="The trainer's process is there, and makes no progress.",
-    why="A thread waits for what does not come (a device, a disk, another thread), or its machine does.",
-    do="`dflashctl stacks RUN` shows where each of its threads is. If it does not come back: `dflashctl stop"
-    " RUN`, then `dflashctl resume RUN` goes on from the newest checkpoint.",
-)
-
     found = []
     if progress.loss_is_nan or progress.nonfinite_steps:
         found.append(NAN_LOSS)

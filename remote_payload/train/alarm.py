@@ -17,6 +17,9 @@ import dataclasses
 
 REASON = "leak_or_misalignment"
 
+OUT_OF_MEMORY = "evaluation_out_of_memory"
+"""The reason of an alarm of another kind: there was no memory to decode, so nothing is known of tau."""
+
 FLOOR = 1.5
 """Estimates below it raise no alarm: half an accepted token a round is what frequent words alone give, and
 with a ratio near 1 the noise of a few prompts would be above it."""

@@ -135,6 +135,12 @@ class CheckpointIndex:
         with self._lock:
             self._awaited.add(step)
 
+    def expect_no_longer(self, step: int) -> None:
+        """The evaluation of `step` does not come after all."""
+        with self._lock:
+            self._awaited.discard(step)
+            self._tidy()
+
     def save(
         self,
         step: int,

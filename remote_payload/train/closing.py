@@ -13,19 +13,26 @@ def closing_lines(run: Run, seconds: float) -> list[str]:
     lines = ["", *_pairs(run, seconds)]
     evaluated = [report for report in run.reports if report.record["prompts"]]
     if evaluated:
-        before, after = evaluated[0].record, evaluated[-1].record
+        known = evaluated[-1].record
+        before = evaluated[0].record if evaluated[0].record["step"] == 0 else None
+        after = known if known["step"] else None
         lines += ["", "tau on held-out prompts     before    after   prompts"]
-        kinds = sorted(after["by_kind"])
-        for kind in kinds:
-            first, last = before["by_kind"].get(kind), after["by_kind"][kind]  # a resumed run may have others
-            earlier = "-" if first is None else f"{first['tau']:.3f}"
-            lines.append(f"  {kind:<24} {earlier:>8} {last['tau']:>8.3f} {last['prompts']:>9}")
-        lines.append(
-            f"  {'all (over rounds)':<24} {before['tau']:>8.3f} {after['tau']:>8.3f} {after['prompts']:>9}"
-        )
-        lines.append(f"  {'all (over prompts)':<24} {before['tau_macro']:>8.3f} {after['tau_macro']:>8.3f}")
-        lines.append(f"  {after['tokens']} tokens decoded, {_equality(after)}")
+        for kind in sorted(known["by_kind"]):
+            one, other = (_tau(record and record["by_kind"].get(kind)) for record in (before, after))
+            lines.append(f"  {kind:<24} {one:>8} {other:>8} {known['by_kind'][kind]['prompts']:>9}")
+        one, other = _tau(before), _tau(after)
+        lines.append(f"  {'all (over rounds)':<24} {one:>8} {other:>8} {known['prompts']:>9}")
+        one, other = _tau(before, "tau_macro"), _tau(after, "tau_macro")
+        lines.append(f"  {'all (over prompts)':<24} {one:>8} {other:>8}")
+        if after is not None and after["step"] != run.step:
+            lines.append(f"  after: step {after['step']}, the newest that was evaluated")
+        lines.append(f"  {known['tokens']} tokens decoded, {_equality(known)}")
     return lines
+
+
+def _tau(record: dict[str, Any] | None, name: str = "tau") -> str:
+    """Of an evaluation, or of a kind of its prompts: a resumed run may have had others before."""
+    return _number(record[name] if record else None)
 
 
 def _equality(record: dict[str, Any]) -> str:
@@ -53,6 +60,7 @@ def _pairs(run: Run, seconds: float) -> list[str]:
         ("time", f"{seconds:.0f} s"),
         ("checkpoint", str(run.saved) if run.saved else "none"),
         *([("best", _best(run, run.best))] if run.best else []),
+        *([("not evaluated", f"{run.unevaluated} times, for want of memory")] if run.unevaluated else []),
     ]
     return [f"{name:<26} {value}" for name, value in rows]
 

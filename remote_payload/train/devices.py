@@ -44,6 +44,13 @@ def resolve_devices(names: list[str]) -> list[str]:
     return devices
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether a GPU had no memory: by torch's own word, or by that of cuBLAS or the driver under it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory"))
+
+
 def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """A job's `compute_dtype` or `target_dtype` on `device`."""
     if wanted == "auto":

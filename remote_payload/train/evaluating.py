@@ -6,24 +6,34 @@ are left out and named, since each holds a drafter's memory; the last one never 
 
 Evaluation shares a device with target 0, and on one GPU with a drafter. What drafters lose by it is measured
 by their pace: how much longer their steps took than those between evaluations.
+
+It is also the one thing whose memory no warm-up has tried, and that a run can do without for a while. So one
+that the GPU has no memory for is left out, with an alarm that says what to do, and the next one is tried like
+any other. The last one begins when the drafters have ended and their memory is free.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from remote_payload.train.devices import on_cores, on_device
+from remote_payload import crash
+from remote_payload.train import execution
+from remote_payload.train.alarm import OUT_OF_MEMORY
+from remote_payload.train.checkpoint import on_host
+from remote_payload.train.devices import on_cores, on_device, out_of_memory
 from remote_payload.train.evaluation import Report, drafter_with
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Run, Snapshot
 from remote_payload.train.run_control import ThreadStatus
 from remote_payload.train.target import Target
-from remote_payload.train.verdict import judge
+from remote_payload.train.verdict import judge, leave_unjudged
 
 MOST_WAITING = 2
 """Snapshots that may wait for the evaluator; only the one of the last step may come on top."""
@@ -42,11 +52,14 @@ def evaluator_takes(run: Run, step: int) -> bool:
 
 
 def offer_snapshot(run: Run, replica: Replica, step: int) -> None:
-    """Copy the drafter's weights after `step` for the evaluator."""
+    """Copy the drafter's weights after `step` for the evaluator; in main memory where the device is full."""
     if run.evaluation is None:
         return
     start = time.perf_counter()
-    weights, ready = replica.snapshot(), None
+    weights: dict[str, Tensor] = {}
+    with contextlib.suppress(torch.OutOfMemoryError):
+        weights = replica.snapshot()
+    weights, ready = weights or on_host(replica.weights.named(replica.weights.values)), None
     if replica.device.type == "cuda":
         ready = torch.cuda.Event()
         ready.record()
@@ -68,31 +81,74 @@ def evaluate(run: Run, status: ThreadStatus) -> None:
 
 
 def _evaluate_snapshots(run: Run, status: ThreadStatus, target: Target) -> None:
-    pace = Pace(run)
+    pace, device = Pace(run), torch.device(status.device)
     while (snapshot := _next_snapshot(run)) is not None:
+        last = snapshot.step == run.steps
+        if last:
+            status.enter("waiting for the drafters to end")
+            _next_snapshot(run)  # None: after the last step nobody else works
+            _give_back(device)
         pace.begin()
-        # After the last step nobody else works.
-        with on_cores(target.device, None if snapshot.step == run.steps else 1):
-            report = _decode_prompts(run, status, target, snapshot)
-        if report is None:
+        report, refused = None, None
+        with on_cores(target.device, None if last else 1):
+            try:
+                report = _decode_prompts(run, status, target, snapshot)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                refused = crash.one_line(error)
+        lost = pace.lost_s()
+        if refused is not None:  # and the error is gone, whose frames hold what was decoded
+            target.forget_taps()
+            _give_back(device)
+            _leave_out(run, snapshot.step, f"{device} has no memory for it ({refused})")
+        elif report is None:
             run.log(f"Evaluation of step {snapshot.step} given up: the run was asked to stop")
             return
-        record = report.record
-        lost = pace.lost_s()
-        record["drafter_wait_s"] = None if lost is None else round(lost + snapshot.seconds, 3)
-        record["tau_estimate"] = snapshot.tau_estimate
-        run.reports.append(report)
-        run.events.write("eval", **record)
-        run.progress.update(tau=round(report.tau, 4), tau_step=snapshot.step)
-        run.log(evaluation_line(record))
-        if report.not_lossless:
-            run.events.write(
-                "alarm", reason="not_lossless", step=snapshot.step, texts=len(report.not_lossless),
-                detail=report.not_lossless[0],
-            )  # fmt: skip
-            run.log(not_lossless_line(snapshot.step, report))
-        judge(run, report)
+        else:
+            report.record["drafter_wait_s"] = None if lost is None else round(lost + snapshot.seconds, 3)
+            report.record["tau_estimate"] = snapshot.tau_estimate
+            _take_in(run, snapshot.step, report)
+        if last:
+            return
         status.enter("waiting for a drafter")
+
+
+def _take_in(run: Run, step: int, report: Report) -> None:
+    """Say what an evaluation found, and judge it."""
+    record = report.record
+    run.reports.append(report)
+    run.events.write("eval", **record)
+    run.progress.update(tau=round(report.tau, 4), tau_step=step)
+    run.log(evaluation_line(record))
+    if report.not_lossless:
+        run.events.write(
+            "alarm", reason="not_lossless", step=step, texts=len(report.not_lossless),
+            detail=report.not_lossless[0],
+        )  # fmt: skip
+        run.log(not_lossless_line(step, report))
+    judge(run, report)
+
+
+def _leave_out(run: Run, step: int, why: str) -> None:
+    """Count an evaluation that had no memory, and say what to do."""
+    run.unevaluated += 1
+    run.events.write("alarm", reason=OUT_OF_MEMORY, step=step, skipped=run.unevaluated, detail=why)
+    run.log(
+        f"ALARM: step {step} is not evaluated, {why}; training goes on, and the next evaluation is tried"
+        f" ({run.unevaluated} left out so far). Where it stays so: a lower eval_max_new_tokens, shorter or"
+        " fewer held-out prompts (held_out, eval_prompts), or another GPU first in targets; a resumed run may"
+        " change all of these"
+    )
+    leave_unjudged(run, step)
+
+
+def _give_back(device: torch.device) -> None:
+    """Give unused memory back to the device, where others can have it."""
+    gc.collect()
+    if device.type == "cuda":
+        with execution.CAPTURE_LOCK:  # it waits for the devices, as entering a capture does
+            torch.cuda.empty_cache()
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
@@ -163,10 +219,12 @@ def _decode_prompts(run: Run, status: ThreadStatus, target: Target, snapshot: Sn
     status.enter("evaluating", step=snapshot.step)
     if snapshot.ready is not None:
         snapshot.ready.synchronize()
-    drafter = drafter_with(run.config, snapshot.weights, target.device, target.dtype)
-    if snapshot.ready is not None:  # the snapshot's memory goes back to a stream that is not this one
-        torch.cuda.current_stream(target.device).synchronize()
-    snapshot.weights.clear()
+    try:
+        drafter = drafter_with(run.config, snapshot.weights, target.device, target.dtype)
+        if snapshot.ready is not None:  # the snapshot's memory goes back to a stream that is not this one
+            torch.cuda.current_stream(target.device).synchronize()
+    finally:
+        snapshot.weights.clear()
     return run.evaluation.run(target, drafter, snapshot.step, go_on)
 
 

@@ -90,6 +90,8 @@ class Run:
     """Steps that earlier attempts made."""
     best: Best | None = None
     reports: list[Report] = dataclasses.field(default_factory=list)
+    unevaluated: int = 0
+    """Evaluations of this attempt that there was no memory for."""
     first_loss: float | None = None
     last_loss: float | None = None
     step: int = 0

@@ -96,6 +96,7 @@ def state(**progress: object) -> RunState:
     [
         ({"alarm": {"reason": "leak_or_misalignment", "step": 500, "ratio": 3.0}}, ["tau-gap"]),
         ({"alarm": {"reason": "not_lossless"}}, ["not-lossless"]),
+        ({"alarm": {"reason": "evaluation_out_of_memory", "step": 9}}, ["evaluation-out-of-memory"]),
         ({"alarm": None, "tau_estimate": 3.3, "tau": 1.08, "tau_step": 500}, []),
         ({"alarm": {"reason": "of another version"}}, []),
         ({"checkpoint_error": "step 40: No space left on device"}, ["checkpoint-failed"]),

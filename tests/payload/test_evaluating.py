@@ -6,6 +6,9 @@ import contextlib
 import functools
 import queue
 import re
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from remote_payload.train import evaluating
+from remote_payload.train import checkpoint, evaluating
 from remote_payload.train.decode import Decoded, Decoder
 from remote_payload.train.evaluating import (
     MOST_WAITING,
@@ -23,6 +26,7 @@ from remote_payload.train.evaluating import (
     evaluator_takes,
     offer_snapshot,
 )
+from remote_payload.train.evaluation import Evaluation
 from remote_payload.train.run import Snapshot
 from remote_payload.train.run_control import RunControl, ThreadStatus
 from tests.payload.trial import Trial
@@ -142,6 +146,153 @@ def test_the_log_says_what_an_evaluation_costs() -> None:
     )
     assert "took 3.2 s, of which the drafters lost 0.5 s" in line
     assert evaluation_line(record | {"drafter_wait_s": None}).endswith("took 3.2 s")
+
+
+def evaluating_run(monkeypatch: pytest.MonkeyPatch, decode: Any, *steps: int, **values: Any) -> Any:
+    """A run whose evaluator is given snapshots of `steps`, and decodes by `decode(target, drafter, step)`."""
+    monkeypatch.setattr(evaluating, "drafter_with", lambda *_: torch.ones(3))
+    for name in ("evaluation_line", "judge", "leave_unjudged"):
+        monkeypatch.setattr(evaluating, name, lambda *_: "")
+    forgotten: list[int] = []
+    target = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.float32, forget_taps=lambda: forgotten.append(1)
+    )
+    run = run_of(
+        evaluation=SimpleNamespace(run=lambda target, drafter, step, _go_on: decode(target, drafter, step)),
+        config=None, control=RunControl(), targets=[SimpleNamespace(wait=lambda: target)], reports=[],
+        progress=SimpleNamespace(update=lambda **_: None, values={"alarm": None}), unevaluated=0,
+        forgotten=forgotten, **values,
+    )  # fmt: skip
+    for step in steps:
+        run.to_evaluate.put(Snapshot(step, {"w": torch.ones(3)}, None, 0.0, None))
+    run.to_evaluate.put(None)
+    return run
+
+
+NO_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_an_evaluation_without_memory_is_left_out_with_advice_and_the_next_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def decode(_target: Any, drafter: torch.Tensor, step: int) -> Any:
+        assert all(ref() is None for ref in held), "what an evaluation held is given back before the next"
+        texts = drafter + 1
+        held.extend(map(weakref.ref, (drafter, texts)))
+        if step in (10, 30):
+            raise type(error)(str(error))
+        return SimpleNamespace(record={"step": step}, tau=1.0, not_lossless=())
+
+    run = evaluating_run(monkeypatch, decode, 0, 10, 20, 30, 40)
+    evaluating.evaluate(run, ThreadStatus("evaluator", "evaluator", "cpu"))
+    assert [report.record["step"] for report in run.reports] == [0, 20, 40]
+    alarms = [fields for kind, fields in run.written if kind == "alarm"]
+    assert [(fields["reason"], fields["step"], fields["skipped"]) for fields in alarms] == [
+        ("evaluation_out_of_memory", 10, 1),
+        ("evaluation_out_of_memory", 30, 2),
+    ]
+    assert all(str(error).splitlines()[0] in fields["detail"] for fields in alarms)
+    told = [line for line in run.said if line.startswith("ALARM")]
+    assert len(told) == 2 and len(run.forgotten) == 2
+    for words in ("step 30 is not evaluated, cpu has no", "2 left out", "eval_max_new_tokens", "targets"):
+        assert words in told[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("no such token")])
+def test_any_other_failure_of_an_evaluation_is_a_defect_and_goes_on_to_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def decode(*_: Any) -> Any:
+        raise error
+
+    run = evaluating_run(monkeypatch, decode, 10)
+    with pytest.raises(type(error), match=str(error)):
+        evaluating.evaluate(run, ThreadStatus("evaluator", "evaluator", "cpu"))
+    assert not run.written
+
+
+def test_the_last_evaluation_begins_when_the_drafters_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threading.Event()
+
+    def decode(_target: Any, _drafter: Any, step: int) -> Any:
+        if step == 100:
+            began.set()
+        return SimpleNamespace(record={"step": step}, tau=1.0, not_lossless=())
+
+    run = evaluating_run(monkeypatch, decode)
+    assert run.to_evaluate.get() is None
+    status = ThreadStatus("evaluator", "evaluator", "cpu")
+    for step in (50, 100):
+        run.to_evaluate.put(Snapshot(step, {}, None, 0.0, None))
+    thread = threading.Thread(target=evaluating.evaluate, args=(run, status))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while status.state != "waiting for the drafters to end" and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert status.state == "waiting for the drafters to end" and not began.is_set()
+    run.to_evaluate.put(None)
+    thread.join(60)
+    assert began.is_set() and not thread.is_alive()
+    assert [report.record["step"] for report in run.reports] == [50, 100]
+
+
+def test_a_drafter_whose_device_has_no_room_for_a_copy_is_copied_into_main_memory() -> None:
+    values = {"w": torch.ones(2, 2)}
+
+    def full() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    weights = SimpleNamespace(values=None, named=lambda _values: values)
+    replica: Any = SimpleNamespace(snapshot=full, device=torch.device("cpu"), weights=weights)
+    run = run_of()
+    offer_snapshot(run, replica, 7)
+    copied = run.to_evaluate.get().weights
+    values["w"].zero_()  # the next step
+    assert copied["w"].equal(torch.ones(2, 2))
+
+
+def no_memory_at(*steps: int) -> None:
+    """Evaluations of these steps find their GPU full after the first text."""
+    honest = Evaluation.run
+
+    def full(self: Any, target: Any, drafter: Any, step: int = 0, *rest: Any) -> Any:
+        report = honest(self, target, drafter, step, *rest)
+        if step in steps:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return report
+
+    Evaluation.run = full  # type: ignore[method-assign]
+    vars(evaluating)["MOST_WAITING"] = 99
+
+
+@pytest.mark.slow
+def test_a_run_whose_evaluations_have_no_memory_trains_to_its_end_and_resumes_owing_the_last(
+    tmp_path: Path,
+) -> None:
+    trial = Trial(tmp_path, steps=8, eval_every=2, checkpoint_keep=1)
+    assert trial.fork(functools.partial(no_memory_at, 0, 4, 8)) == 0, trial.log
+    assert [event["step"] for event in trial.events("eval")] == [2, 6]
+    alarms = trial.events("alarm")
+    assert [(event["step"], event["skipped"]) for event in alarms] == [(0, 1), (4, 2), (8, 3)]
+    assert trial.progress["alarm"] == {"reason": "evaluation_out_of_memory", "step": 8, "skipped": 3}
+    end = trial.exit
+    assert (end["outcome"], end["tau_before"], end["best_step"] in (2, 6)) == ("finished", None, True)
+    assert checkpoint.steps(trial.run_dir) == sorted({end["best_step"], 8})
+    index = (trial.run_dir / "checkpoints" / "index.json").read_text()
+    assert "evaluating" not in index, "nothing waits for an evaluation that does not come"
+    assert re.search(r"not evaluated +3 times, for want of memory", trial.log)
+    assert re.search(r"all \(over rounds\) +- +\d\.\d+", trial.log)
+    assert "after: step 6, the newest that was evaluated" in trial.log and not trial.crashes()
+    # With memory again the next attempt makes up for the last one, and takes the alarm back.
+    assert trial.fork(attempt=2) == 0, trial.log
+    assert trial.events("eval")[-1]["step"] == 8 and trial.progress["alarm"] is None
 
 
 def say_something_else() -> None:
