@@ -27,6 +27,7 @@ from controller.mirror_files import MIRROR
 from controller.place import Place, open_place
 from controller.timing import Timing
 from remote_payload import identity, rundir
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 TIMING = dataclasses.replace(Timing.scaled(0.05), silence_s=60.0, fill_s=60.0)
@@ -199,13 +200,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.clean()
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def signal_feeds(run: Run, number: int) -> list[int]:
     """Send a signal to the feeds there are, and say to which: a newer one may have begun beside an older."""
     reached = []
@@ -354,8 +348,8 @@ def test_a_writer_killed_in_the_middle_of_a_large_copy_leaves_only_true_extents(
     run.append("train.log", dice.randbytes(1 << 20) * 3)
     seen = []
     for _ in range(3):
-        holder = run.holder(PAUSING_HOLDER)
         size = (run.local / "events.jsonl").stat().st_size if (run.local / "events.jsonl").exists() else 0
+        holder = run.holder(PAUSING_HOLDER)
         until(lambda s=size: (run.local / "events.jsonl").exists()
               and (run.local / "events.jsonl").stat().st_size > s + 100_000)  # fmt: skip
         holder.kill()

@@ -18,7 +18,8 @@ from controller.place import open_place
 from controller.run_reader import RunReader
 from controller.run_state import RunState
 from remote_payload import rundir
-from tests.contract.test_feed_and_mirror import TIMING, until
+from tests.contract.test_feed_and_mirror import TIMING
+from tests.waiting import until
 
 HEAD = b"""\
 1095082 samples loaded (Arrow-backed, lazy access)

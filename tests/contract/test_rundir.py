@@ -120,7 +120,7 @@ def test_records_of_two_processes_in_one_file_are_whole_lines(tmp_path: Path) ->
     processes = [
         subprocess.Popen([sys.executable, "-S", "-c", code, str(path), who], cwd=ROOT) for who in "ab"
     ]
-    assert [process.wait(30) for process in processes] == [0, 0]
+    assert [process.wait(100) for process in processes] == [0, 0]
     records, bad = rundir.read_records(path.read_bytes().splitlines())
     assert bad == 0 and len(records) == 600
 

@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from controller.cli import app, loudness_first
 from tests.dflashctl import ROOT, command, dflashctl, environment
+from tests.waiting import until
 
 JOB = 'target = "/nonexistent/model"\ndataset = "none.arrow"\nmask_token_id = 1\n'
 
@@ -310,10 +310,7 @@ def test_ctrl_c_ends_it_quietly_with_a_code_of_its_own(env: dict[str, str], tmp_
     )
     with fifo.open("w"):  # opens once the command reads the job
         # One that comes between Python's last look for signals and its read(2) is seen after that read only.
-        deadline = time.monotonic() + 60
-        while not waits_in_the_kernel(process.pid):
-            assert time.monotonic() < deadline, "the command never waits for its job"
-            time.sleep(0.01)
+        until(lambda: waits_in_the_kernel(process.pid), "the command to sleep in its read")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 80

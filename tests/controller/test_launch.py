@@ -28,7 +28,8 @@ from controller.run_control import stop
 from controller.run_place import RunPlace
 from remote_payload import rundir
 from remote_payload.job import Job
-from tests.controller.trainer import use_trainer
+from tests.controller.trainer import use_trainer, wait_for_state
+from tests.waiting import until
 
 TRAINER = """\
 import os, sys, time
@@ -53,21 +54,10 @@ def host(tmp_path: Path) -> Host:
 @pytest.fixture
 def sleeping(host: Host) -> Iterator[LaunchedRun]:
     run = launch(host.model_copy(update={"env": {"SLEEP": "600"}}), JOB, "sleeper")
-    deadline = time.monotonic() + 60
-    while not (Path(run.run_dir) / rundir.TRAIN_LOG).read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until((Path(run.run_dir) / rundir.TRAIN_LOG).read_bytes)
     yield run
     with contextlib.suppress(RunLostError):  # it has ended
         stop(RunPlace.read(run.local_dir), grace_s=0.1)
-
-
-def wait_for(run: LaunchedRun, state: str) -> dict[str, object]:
-    deadline = time.monotonic() + 60
-    while (status := rundir.read_whole(Path(run.run_dir) / rundir.STATUS) or {}).get("state") != state:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.02)
-    return status
 
 
 def test_a_run_id_is_one_whatever_the_job_is_called() -> None:
@@ -84,7 +74,7 @@ def test_a_launch_starts_the_job_detached_with_everything_it_needs(
     monkeypatch.setenv("SECRET", "hunter2")
     said: list[str] = []
     run = launch(host, JOB, "tiny", say=said.append)
-    wait_for(run, "finished")
+    wait_for_state(run, "finished")
     folder = Path(run.run_dir)
     record = rundir.read_whole(folder / rundir.RUN)
     assert record is not None
@@ -109,11 +99,11 @@ def test_the_run_can_be_reached_again_by_its_local_folder(host: Host) -> None:
     place = RunPlace.read(run.local_dir)
     assert (place.host, place.run_id, place.run_dir) == (host, run.run_id, run.run_dir)
     assert (place.payload_dir, place.digest, place.job_name) == (run.payload_dir, run.digest, "tiny")
-    wait_for(run, "finished")
+    wait_for_state(run, "finished")
 
 
 def test_a_relaunch_takes_one_command_and_sends_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for(launch(host, JOB, "tiny"), "finished")
+    wait_for_state(launch(host, JOB, "tiny"), "finished")
     commands = []
 
     class Counted(local.LocalProcess):
@@ -126,7 +116,7 @@ def test_a_relaunch_takes_one_command_and_sends_nothing(host: Host, monkeypatch:
     run = launch(host, JOB, "tiny", say=said.append, progress=lambda *_: pytest.fail("sent again"))
     assert len(commands) == 1
     assert "is there already" in said[0]
-    wait_for(run, "finished")
+    wait_for_state(run, "finished")
 
 
 def test_included_files_lie_in_the_run_and_the_job_names_them_there(host: Host, tmp_path: Path) -> None:
@@ -142,7 +132,7 @@ def test_included_files_lie_in_the_run_and_the_job_names_them_there(host: Host, 
     folder = Path(run.run_dir)
     assert (folder / "include" / "mine" / "data.arrow").read_bytes() == b"arrow"
     assert f'dataset = "{folder}/include/mine/data.arrow"' in (folder / rundir.JOB).read_text()
-    wait_for(run, "finished")
+    wait_for_state(run, "finished")
 
 
 def test_an_included_folder_that_cannot_be_walked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +158,7 @@ def test_no_argument_of_any_command_holds_a_variable_of_the_trainer(
     run = launch(host.model_copy(update={"env": {"HF_TOKEN": "hf_secret"}}), JOB, "tiny")
     assert commands
     assert not [command for command in commands if "hf_secret" in command]
-    wait_for(run, "finished")
+    wait_for_state(run, "finished")
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(host: Host, tmp_path: Path) -> None:
@@ -221,7 +211,7 @@ def test_a_connection_that_breaks_during_the_start_leaves_a_run_to_ask_about(
 
 def test_a_stop_reaches_the_trainer_and_says_who_asked(host: Host, sleeping: LaunchedRun) -> None:
     stop(RunPlace.read(sleeping.local_dir), grace_s=5)
-    wait_for(sleeping, "killed")  # this trainer does not mind SIGTERM
+    wait_for_state(sleeping, "killed")  # this trainer does not mind SIGTERM
     lines = (Path(sleeping.run_dir) / rundir.SUPERVISOR_LOG).read_bytes().splitlines()
     requests = [record for record in map(json.loads, lines) if record["kind"] == "request"]
     assert [(record["name"], record["by"]) for record in requests] == [("stop", run_place.by())]
@@ -229,15 +219,17 @@ def test_a_stop_reaches_the_trainer_and_says_who_asked(host: Host, sleeping: Lau
 
 def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:
     run = launch(host, JOB, "tiny")
-    wait_for(run, "finished")
-    deadline = time.monotonic() + 60
-    while True:  # the supervisor writes its last status before it leaves
+    wait_for_state(run, "finished")
+
+    def refusal() -> str:
         try:
             stop(RunPlace.read(run.local_dir), grace_s=60)
         except RunLostError as error:
-            assert "the run has ended (finished)" in error.message
-            break
-        assert time.monotonic() < deadline
+            return error.message
+        return ""
+
+    said = until(refusal, "a refusal: the supervisor writes its last status before it leaves")
+    assert "the run has ended (finished)" in said
 
 
 def test_a_damaged_place_json_is_named(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ from tests.controller.trainer import (
     status_of,
     use_trainer,
     wait_for_state,
-    wait_until,
 )
+from tests.waiting import until
 
 JOB = Job.from_mapping({"target": "t", "dataset": "d", "mask_token_id": 1, "steps": 100}, "test")
 UUID = "GPU-aa"
@@ -241,7 +241,7 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_in_the_same_mirror(run: Launc
         (1, "launch", "finished"),
         (2, "resume", ""),
     ]
-    wait_until(lambda: last_state(run.local_dir).curves["loss"].last == 4.0, "a step of the second attempt")
+    until(lambda: last_state(run.local_dir).curves["loss"].last == 4.0, "a step of the second attempt")
     assert any(line.startswith("  attempt 1: stopped on request at step ") for line in status_lines(state))
     log = (run.local_dir / rundir.TRAIN_LOG).read_text().splitlines()
     assert log == ["attempt 1 from step 0", f"attempt 2 from step {resumed.checkpoint}"]

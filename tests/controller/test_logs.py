@@ -23,6 +23,7 @@ from controller.mirror_reader import MirrorReader
 from controller.timing import Timing
 from remote_payload import rundir
 from tests.controller.fake_feed import TIMING, HandClock, Line, Remote, mirror_folder
+from tests.waiting import until
 
 
 class Terminal(io.StringIO):
@@ -104,13 +105,6 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
         mirror.stop(60.0)
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
-
-
 def test_every_byte_is_printed_once_across_breaks_and_the_exit_code_is_the_runs(scene: Scene) -> None:
     dice = random.Random(4)
     outage = threading.Event()
@@ -161,6 +155,30 @@ def test_a_follower_returns_the_exit_code_of_the_design(scene: Scene, code: int,
     )
 
 
+def test_a_follower_of_a_run_that_somebody_else_resumed_goes_on_to_its_new_end(scene: Scene) -> None:
+    scene.remote.files["train.log"] += b"attempt 1\n"
+    scene.remote.finish(1)
+    assert scene.logs(follow=True) == 1
+    scene.remote.files["train.log"] += b"attempt 2\n"
+    scene.remote.status("running", attempt=2)
+    scene.remote.supervisor = scene.remote.trainer = "alive"
+    scene.in_thread(follow=True)
+    until(lambda: b"attempt 2" in scene.out.getvalue())
+    scene.remote.finish(3)
+    assert scene.join() == 3
+
+
+def test_an_ended_run_whose_place_cannot_be_asked_is_printed_with_that_and_its_code(scene: Scene) -> None:
+    scene.remote.files["train.log"] += b"attempt 1\n"
+    scene.remote.finish(1)
+    assert scene.logs(follow=True) == 1
+    scene.line.error = UnreachableError("gpubox: no route")
+    assert scene.logs(follow=True) == 1
+    assert scene.logs() == 0
+    assert scene.out.getvalue() == b"attempt 1\n" * 3
+    assert scene.notes.getvalue().count("gpubox: no route") == 2
+
+
 def test_a_run_that_nobody_works_on_any_more_is_lost(scene: Scene) -> None:
     scene.remote.supervisor = scene.remote.trainer = "gone"
     assert scene.logs(follow=True) == 74
@@ -196,7 +214,10 @@ def test_a_line_without_an_end_is_passed_on_in_pieces(scene: Scene) -> None:
     assert scene.out.getvalue() == b"x" * 300_000
 
 
-def test_without_follow_what_is_there_is_fetched_and_printed(scene: Scene) -> None:
+def test_without_follow_what_is_there_is_fetched_and_printed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "6")  # what was heard a busy machine's moment ago is not old
     scene.remote.files["train.log"] += b"so far\nhalf"
     assert scene.logs() == 0
     assert scene.out.getvalue() == b"so far\nhalf"
@@ -296,6 +317,7 @@ def test_bytes_that_come_with_the_mirrors_end_are_printed(
     scene.remote.files["train.log"] += log
     scene.line.chunk = 1 << 20
     ask_for_whole_log(scene.folder)
+    scene.line.hang.clear()  # nothing arrives before the first look
     mirror = scene.mirror(once=True)
     look = MirrorReader.waits_at_hole
 
@@ -307,14 +329,14 @@ def test_bytes_that_come_with_the_mirrors_end_are_printed(
     read, held_up = MirrorReader.read, threading.Event()
 
     def early(reader: MirrorReader, *most: int) -> Any:
-        if mirror.running and not held_up.is_set():
+        if not held_up.is_set():
             held_up.set()
+            scene.line.hang.set()
             return None  # what a look before the first byte finds
         return read(reader, *most)
 
     monkeypatch.setattr(MirrorReader, "read", early)
     assert scene.logs(whole=True, mirror=mirror) == 0
-    assert held_up.is_set()
     assert scene.out.getvalue() == log
 
 

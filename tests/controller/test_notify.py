@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from controller.errors import InventoryError
 from controller.notify import EVENTS, Hook, hook_file, load_hook, notifying, shell
 from remote_payload import rundir
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,6 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_run_that_ends_is_told_of_with_everything_that_a_hook_may_want(folder: Folder) -> None:

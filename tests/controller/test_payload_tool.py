@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from controller.local import Local
 from controller.payload_tool import run_tool
 from controller.run_place import RunPlace
 from controller.ship import PACKAGE, pack
+from tests.waiting import until
 
 TOOL = """\
 import json, os, pathlib, sys, time
@@ -128,10 +128,7 @@ def test_a_tool_ends_when_nobody_waits_for_it_any_more(here: Here, tmp_path: Pat
     thread.start()
     thread.join(60)
     assert failed
-    deadline = time.monotonic() + 60
-    while note.exists() and Path("/proc", note.read_text() or "0").exists():
-        assert time.monotonic() < deadline, "the tool lives on"
-        time.sleep(0.05)
+    until(lambda: not note.exists() or not Path("/proc", note.read_text() or "0").exists(), "the tool to end")
 
 
 def test_files_are_taken_from_where_they_lie_on_this_machine_and_brought_to_another(

@@ -17,6 +17,7 @@ from controller.errors import ConnectionLostError, UnreachableError
 from controller.inventory import Host
 from controller.local import LocalProcess
 from controller.place import BegunProcess, Place, open_place, script
+from tests.waiting import until
 
 ECHO = "import sys; sys.stdout.write(''.join(text + '\\0' for text in sys.argv[1:]))"
 
@@ -239,10 +240,7 @@ def test_a_closed_local_process_leaves_nothing_behind(place: Place) -> None:
     pid = int(process.receive(60) or b"0")
     assert Path(f"/proc/{pid}").exists()
     process.close()
-    deadline = time.monotonic() + 60
-    while state_of(pid) not in ("gone", "Z"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: state_of(pid) in ("gone", "Z"), seen=lambda: state_of(pid))
 
 
 def state_of(pid: int) -> str:

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from controller.place import open_place
 from controller.ship import PACKAGE, Payload, pack, start
 from controller.venv import plan, set_up
 from remote_payload import identity, lock, rundir, venv_setup
+from tests.waiting import until
 
 UV = """\
 #!{python} -IS
@@ -161,10 +161,8 @@ def test_a_setup_that_broke_off_leaves_nobody_at_work_and_is_mended_by_the_next(
             pass
         assert "uv pip" in processes() or "uv/uv pip" in processes()
         arrived.process.close()
-    deadline = time.monotonic() + 60
-    while f"{uv}/uv" in processes() or is_locked(host):  # the installer, and whoever started it
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: f"{uv}/uv" not in processes(), "the installer to be gone")
+    until(lambda: not is_locked(host), "whoever started it to be gone")
     assert json.loads(note(host).read_text())["state"] == "creating"
     (uv / "slow").unlink()
     (Path(host.venv) / "half").write_text("left by it")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from controller.inventory import Host
 from controller.launch import LaunchedRun
 from controller.ship import PACKAGE, pack
 from remote_payload import rundir
+from tests.waiting import until
 
 STEPS = """\
 import os, signal, time
@@ -97,14 +96,14 @@ def status_of(run: LaunchedRun) -> dict[str, object]:
     return rundir.read_whole(Path(run.run_dir) / rundir.STATUS) or {}
 
 
-def wait_until(true: Callable[[], object], what: str, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.02)
-
-
 def wait_for_state(run: LaunchedRun, state: str) -> dict[str, object]:
-    """Its status once it says `state`."""
-    wait_until(lambda: status_of(run).get("state") == state, f"{state}, not {status_of(run)}")
-    return status_of(run)
+    """Its status when it said `state` first."""
+    status: dict[str, object] = {}
+
+    def says_so() -> bool:
+        nonlocal status
+        status = status_of(run)
+        return status.get("state") == state
+
+    until(says_so, seen=lambda: status)
+    return status

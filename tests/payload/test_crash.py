@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from remote_payload import crash, rundir
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,10 +153,7 @@ def test_a_hanging_process_shows_its_stacks_on_sigusr1_and_lives_on(tmp_path: Pa
         assert (tmp_path / "crash" / crash.FATAL).read_bytes() == b""
         process.send_signal(signal.SIGUSR1)
         path = tmp_path / "crash" / crash.REQUEST
-        deadline = time.monotonic() + 60
-        while b"in held_thread" not in path.read_bytes() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert b"in held_thread" in path.read_bytes()
+        until(lambda: b"in held_thread" in path.read_bytes(), seen=path.read_bytes)
         assert process.poll() is None
         process.kill()
 

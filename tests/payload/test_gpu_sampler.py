@@ -17,6 +17,7 @@ import pytest
 from remote_payload import gpu_rows
 from remote_payload.gpu import GpuSampler, Timing
 from remote_payload.rundir import RecordWriter
+from tests.waiting import until
 
 RIG = Path(__file__).parents[1] / "rig"
 A0, A1 = (f"GPU-00000000-0000-0000-0000-0000000000a{n}" for n in range(2))
@@ -91,11 +92,8 @@ class Smi:
             return []
         return [json.loads(line) for line in lines]
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, (self.problems, self.newest())
-            time.sleep(0.01)
+    def until(self, condition: Callable[[], Any]) -> None:
+        until(condition, seen=lambda: (self.problems, self.newest()))
 
     def more_samples(self, count: int) -> None:
         before = len(self.records("gpu"))
@@ -179,7 +177,7 @@ def test_a_stopped_sampler_leaves_no_process(smi: Smi) -> None:
     smi.until(lambda: smi.records("gpu"))
     assert smi.sampler is not None
     (pid,) = smi.sampler.pids()
-    smi.sampler.stop()
+    smi.sampler.stop(60.0)
     assert not running(pid)
 
 
@@ -233,14 +231,15 @@ def test_a_gpu_lost_from_the_start_is_found_by_counting_up_and_keeps_no_second_n
 
 
 def test_a_hung_nvidia_smi_is_killed_and_tried_again_one_at_a_time(smi: Smi) -> None:
-    smi.replay("hang")  # it ignores SIGTERM
+    # A shell, which says its pid within the 0.4 s also where an interpreter takes longer to come up.
+    smi.script(f"#!/bin/sh\ntrap '' TERM\necho \"[$$, []]\" >> {smi.path}/calls\nexec sleep 600\n")
     smi.sample(IMPATIENT)
     smi.until(lambda: len(smi.calls()) >= 3)
     pids = [pid for pid, _ in smi.calls()]
     assert not any(running(pid) for pid in pids[:-1])
     assert len(smi.problems) == 1 and "no answer for 0.4 s" in smi.problems[0]
     assert smi.sampler is not None
-    smi.sampler.stop()
+    smi.sampler.stop(60.0)
     assert not any(running(pid) for pid, _ in smi.calls())
 
 

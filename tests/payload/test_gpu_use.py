@@ -76,14 +76,16 @@ def test_only_runs_whose_processes_live_are_named_with_their_devices(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("body", "patience", "why"),
     [
-        ("echo 'Failed to initialize NVML'; exit 18", "Failed to initialize NVML"),
-        ("exec sleep 60", "gave no answer for 0.2 s"),
+        ("echo 'Failed to initialize NVML'; exit 18", 60.0, "Failed to initialize NVML"),
+        ("exec sleep 60", 0.2, "gave no answer for 0.2 s"),
     ],
 )
-def test_an_nvidia_smi_in_trouble_is_a_reason_and_no_error(tmp_path: Path, body: str, why: str) -> None:
-    found = gpu_use(tmp_path, command=nvidia_smi(tmp_path, body), patience=0.2)
+def test_an_nvidia_smi_in_trouble_is_a_reason_and_no_error(
+    tmp_path: Path, body: str, patience: float, why: str
+) -> None:
+    found = gpu_use(tmp_path, command=nvidia_smi(tmp_path, body), patience=patience)
     assert (found["gpus"], found["runs"]) == ([], [])
     assert why in found["why"]
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
+
 ROOT = Path(__file__).parents[2]
 
 # The stand-in for remote_payload/train/main.py: runs job.toml with a few names at hand.
@@ -120,11 +122,8 @@ class Run:
         except FileNotFoundError:
             return []
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, (self.status(), self.records())
-            time.sleep(0.005)
+    def until(self, condition: Callable[[], object]) -> None:
+        until(condition, seen=lambda: (self.status(), self.records()))
 
     def until_state(self, *states: str) -> dict[str, Any]:
         """The status that was the first to say one of `states`."""
@@ -167,9 +166,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     for pid in pids:
         if alive(pid):
             os.kill(pid, signal.SIGTERM)
-            deadline = time.monotonic() + 30
-            while alive(pid) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda pid=pid: not alive(pid))  # type: ignore[misc]
 
 
 def test_a_run_goes_from_launching_through_running_to_finished(place: Place) -> None:
@@ -337,11 +334,11 @@ def test_what_a_finished_trainer_leaves_running_is_killed(place: Place) -> None:
 
 
 def test_a_trainer_that_never_shows_progress_is_stalled_and_still_lives(place: Place) -> None:
-    run = place.start(
-        LISTEN + "while not asked: time.sleep(0.01)\ncode = leave('stopped', 3, step=0)", scale=0.005
-    )
+    script = "mark('listens')\nwhile not asked: time.sleep(0.01)\ncode = leave('stopped', 3, step=0)"
+    run = place.start(LISTEN + script, scale=0.005)
     status = run.until_state("stalled")
     assert "no first progress" in status["reason"] and alive(status["trainer"]["pid"])
+    run.until((run.path / "listens").exists)  # it may be called stalled before its interpreter has come up
     run.ask("stop", {"grace_s": 60.0})
     assert run.ended()["reason"] == "stopped on request at step 0"
 

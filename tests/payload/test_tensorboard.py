@@ -14,6 +14,7 @@ from remote_payload import rundir
 from remote_payload.train import tensorboard
 from remote_payload.train.tensorboard import TensorBoardSink, scalars, summary_writer
 from tests.payload.trial import Trial
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +46,6 @@ class Board:
 
 def events(run_dir: Path, attempt: int = 1) -> rundir.RecordWriter:
     return rundir.RecordWriter(run_dir / rundir.EVENTS, attempt=attempt)
-
-
-def until(what: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_every_number_of_a_record_has_a_tag_of_its_own_and_nothing_else_has_one() -> None:

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import remote_payload
 from remote_payload import rundir
 from remote_payload.job import Job
 from tests.payload.tiny import job_values
+from tests.waiting import until
 
 Fault = Callable[[], None]
 PATIENCE_S = 200.0
@@ -89,11 +89,13 @@ class Trial:
 
     def wait_for(self, what: Callable[[], Any]) -> None:
         """Until `what` is true; fails when the run ends before."""
-        deadline = time.monotonic() + self.patience_s
-        while not what():
-            assert self._process.is_alive(), f"the run ended early:\n{self.log}"
-            assert time.monotonic() < deadline, f"nothing came:\n{self.log}"
-            time.sleep(0.02)
+
+        def true_while_it_lives() -> Any:
+            value = what()
+            assert value or self._process.is_alive() or what(), f"the run ended early:\n{self.log}"
+            return value
+
+        until(true_while_it_lives, seen=lambda: self.log, seconds=self.patience_s)
 
     @property
     def log(self) -> str:

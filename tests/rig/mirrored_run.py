@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from controller.mirror_files import MIRROR
 from controller.run_place import RunPlace
 from remote_payload import rundir
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 _NUMBERS = itertools.count(1)
@@ -113,7 +113,7 @@ class MirroredRun:
             connected = record.get("state") == "connected" and record["since"] > since
             return connected and record["last_heard"] > called
 
-        until(heard, "a beat")
+        until(heard, "a beat", seen=self.record)
 
     def stop_writing(self) -> None:
         """Let the run finish."""
@@ -177,14 +177,6 @@ def feeds_of(rig: Rig, served: str) -> list[int]:
         if served.encode() in words and b"-S" in words[:2] and {b"feed", b"feed-log"} & set(words):
             found.append(pid)
     return found
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Wait until `condition()` is true; an assertion names `what` was waited for in vain."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        time.sleep(0.02)
 
 
 def words_of(pid: int) -> list[bytes]:

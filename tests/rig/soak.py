@@ -23,8 +23,9 @@ from pathlib import Path
 import pytest
 
 from tests.dflashctl import command, environment
-from tests.rig.mirrored_run import MirroredRun, until
+from tests.rig.mirrored_run import MirroredRun
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 MINUTES = float(os.environ.get("DFLASHCTL_SOAK_MINUTES", "10"))
 RATE = 50_000

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from tests.dflashctl import command, dflashctl, environment
 from tests.payload.tiny import random_samples, write_arrow
 from tests.rig.rig import Rig
-from tests.rig.test_launch import job, wait_until
+from tests.rig.test_launch import job
+from tests.waiting import until
 
 __all__ = ["job"]  # the fixture
 
@@ -51,12 +52,12 @@ def test_a_drafter_is_exported_in_the_container_pulled_and_evaluated_there_as_ru
     assert not list(rig.container_path(rig.workspace).glob(".given-*"))
     done = dflashctl("export", run_id, env=env, timeout=120)
     assert done.returncode == 83 and "exports/step-5 exists already" in done.stderr
-    wait_until(lambda: rig.container_processes() <= idle, "the refused export's processes to end")
+    until(lambda: rig.container_processes() <= idle, "the refused export's processes to end")
 
     endless = command("evaluate", run_id, "--max-new-tokens", "100000")
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(endless, env=environment(env), stdin=subprocess.DEVNULL, stderr=said)
-    wait_until(lambda: "Decoding" in (tmp_path / "said").read_text(), "the evaluation to begin")
+    until(lambda: "Decoding" in (tmp_path / "said").read_text(), "the evaluation to begin")
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 80
-    wait_until(lambda: rig.container_processes() <= idle, "the evaluation in the container to end")
+    until(lambda: rig.container_processes() <= idle, "the evaluation in the container to end")

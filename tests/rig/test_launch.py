@@ -3,8 +3,6 @@
 import hashlib
 import json
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from remote_payload import rundir
 from tests.dflashctl import command, dflashctl, environment
 from tests.payload.tiny import job_values
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -27,13 +26,6 @@ def job(rig: Rig, tmp_path: Path) -> str:
     paths = {key: values[key].replace(str(folder), there) for key in ("target", "dataset", "held_out")}
     (tmp_path / "tiny.toml").write_text(tomli_w.dumps(values | paths))
     return str(tmp_path / "tiny.toml")
-
-
-def wait_until(true: Callable[[], object], what: str, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.02)
 
 
 def mirror(rig: Rig, run_id: str) -> Path:
@@ -76,11 +68,11 @@ def test_a_run_is_launched_followed_through_three_breaks_and_mirrored_to_the_las
         return rundir.read_whole(folder / "mirror.json") or {}
 
     for _ in range(3):
-        wait_until(lambda: record().get("state") == "connected", "a connection")
+        until(lambda: record().get("state") == "connected", "a connection")
         heard, since = record()["last_heard"], record()["since"]
-        wait_until(lambda heard=heard: record()["last_heard"] != heard, "news")  # type: ignore[misc]
+        until(lambda heard=heard: record()["last_heard"] != heard, "news")  # type: ignore[misc]
         assert rig.kill_connections() == 1
-        wait_until(lambda since=since: record()["since"] != since, "the break to be noticed")  # type: ignore[misc]
+        until(lambda since=since: record()["since"] != since, "the break to be noticed")  # type: ignore[misc]
     rest = process.stdout.read()
     process.stdout.close()
     stderr = (tmp_path / "stderr").read_text()
@@ -94,7 +86,7 @@ def test_a_run_is_launched_followed_through_three_breaks_and_mirrored_to_the_las
     assert f"dflashctl status {run_id}" in stderr
     said = json.loads(dflashctl("status", "--json", run_id, env=rig.laptop_env()).stdout)
     assert said["state"] == "FINISHED"
-    wait_until(lambda: rig.container_processes() <= idle, "the container to be left alone")
+    until(lambda: rig.container_processes() <= idle, "the container to be left alone")
 
 
 def test_a_relaunch_makes_one_call_and_a_stop_ends_the_run_with_a_checkpoint(rig: Rig, job: str) -> None:
@@ -107,13 +99,13 @@ def test_a_relaunch_makes_one_call_and_a_stop_ends_the_run_with_a_checkpoint(rig
     assert [call[:2] for call in rig.pct_calls()[before:]] == [["exec", str(rig.vmid)]]
     run_id = done.stdout.strip()
     log = rig.container_path(f"{rig.workspace}/runs/{run_id}/train.log")
-    wait_until(lambda: b"step " in log.read_bytes(), "the first step")
+    until(lambda: b"step " in log.read_bytes(), "the first step")
     stopped = dflashctl("stop", run_id, env=env)
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stderr.splitlines()[-1].startswith(f"{run_id}: STOPPED")
     assert dflashctl("logs", "--follow", run_id, env=env).returncode == rundir.TrainerExit.STOPPED
     assert list(rig.container_path(f"{rig.workspace}/runs/{run_id}/checkpoints").iterdir())
-    wait_until(lambda: rig.container_processes() <= idle, "the container to be left alone")
+    until(lambda: rig.container_processes() <= idle, "the container to be left alone")
 
 
 def test_what_is_in_the_way_is_said_before_anything_is_started(rig: Rig, job: str) -> None:

@@ -17,7 +17,8 @@ import pytest
 from remote_payload import rundir
 from tests.dflashctl import command, dflashctl, environment
 from tests.rig.rig import Rig
-from tests.rig.test_launch import job, mirror, wait_until
+from tests.rig.test_launch import job, mirror
+from tests.waiting import until
 
 __all__ = ["job"]  # the fixture
 
@@ -61,16 +62,16 @@ def test_a_killed_trainer_is_restarted_from_its_checkpoint_and_then_resumed_by_h
     env, idle = rig.laptop_env(), rig.container_processes()
     often = ("checkpoint_every=5", "checkpoint_keep=10000")
     run_id = launch(rig, job, FOREVER, "restart=on-crash", "restart_wait=2.0", *often)
-    wait_until(lambda: step(rig, run_id) >= 12, "step 12")
+    until(lambda: step(rig, run_id) >= 12, "step 12")
     kill_trainer(rig, run_id)
-    wait_until(
+    until(
         lambda: status(rig, run_id)["state"] == "restarting" or status(rig, run_id)["attempt"] == 2,
         "the wait between attempts",
     )
     said = json.loads(dflashctl("status", "--json", run_id, env=env).stdout)
     assert (said["state"], said["attempt"]) in (("RESTARTING", 1), ("LAUNCHING", 2), ("LIVE", 2))
-    wait_until(lambda: status(rig, run_id)["attempt"] == 2, "attempt 2")
-    wait_until(lambda: status(rig, run_id)["state"] == "running", "attempt 2 to run")
+    until(lambda: status(rig, run_id)["attempt"] == 2, "attempt 2")
+    until(lambda: status(rig, run_id)["state"] == "running", "attempt 2 to run")
     written = json.loads(dflashctl("checkpoint", run_id, "--json", env=env).stdout)
     assert rig.container_path(written["path"]).is_dir()
     assert written["step"] >= 10  # it went on from a checkpoint, not from step 0
@@ -89,7 +90,7 @@ def test_a_killed_trainer_is_restarted_from_its_checkpoint_and_then_resumed_by_h
     again = dflashctl("resume", run_id, env=env)
     assert again.returncode == 73
     assert "the run has finished; to train it longer" in again.stderr
-    wait_until(lambda: rig.container_processes() <= idle, "the container to be left alone")
+    until(lambda: rig.container_processes() <= idle, "the container to be left alone")
 
 
 def test_a_pull_across_cuts_brings_every_byte_and_leaves_nothing_behind(
@@ -117,8 +118,8 @@ def test_a_pull_across_cuts_brings_every_byte_and_leaves_nothing_behind(
 
     cuts = 0
     for size in (20 << 20, 100 << 20):
-        wait_until(lambda size=size: arrived() >= size or process.poll() is not None, "bytes")  # type: ignore[misc]
-        wait_until(lambda: rig.sshd_children() or process.poll() is not None, "a connection to break")
+        until(lambda size=size: arrived() >= size or process.poll() is not None, "bytes")  # type: ignore[misc]
+        until(lambda: rig.sshd_children() or process.poll() is not None, "a connection to break")
         cuts += rig.kill_connections()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -132,7 +133,7 @@ def test_a_pull_across_cuts_brings_every_byte_and_leaves_nothing_behind(
     assert {"train.log", "events.jsonl", "exports/big/model.gguf"} <= set(pulled)
     assert any(name.startswith("checkpoints/step-2/") for name in pulled)
     assert not list((tmp_path / "here").rglob(".*"))
-    wait_until(lambda: rig.container_processes() <= idle, "the senders to end")
+    until(lambda: rig.container_processes() <= idle, "the senders to end")
 
 
 def view(arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -169,7 +170,7 @@ def test_no_way_to_quit_a_view_stops_training(rig: Rig, job: str, end: signal.Si
     env = rig.laptop_env()
     run_id = launch(rig, job, FOREVER)
     views = [view(words, env) for words in (["logs", "--follow", run_id], ["tui", run_id], ["watch", run_id])]
-    wait_until(lambda: step(rig, run_id) >= 2, "two steps")
+    until(lambda: step(rig, run_id) >= 2, "two steps")
     seen = dict.fromkeys(range(len(views)), b"")
 
     def all_show() -> bool:
@@ -177,7 +178,7 @@ def test_no_way_to_quit_a_view_stops_training(rig: Rig, job: str, end: signal.Si
             seen[number] += drain(process)
         return all(len(text) > 20 for text in seen.values()) and b"LIVE" in seen[1]
 
-    wait_until(all_show, "every view to show something, and the TUI a living run")
+    until(all_show, "every view to show something, and the TUI a living run")
     for process in views:
         if end == "hang up":
             os.close(process.terminal)  # type: ignore[attr-defined]
@@ -201,7 +202,7 @@ def test_no_way_to_quit_a_view_stops_training(rig: Rig, job: str, end: signal.Si
             os.close(process.terminal)  # type: ignore[attr-defined]
     assert not left, "a view that was told to quit goes on"
     before = step(rig, run_id)
-    wait_until(lambda: step(rig, run_id) >= before + 3, "training to go on")
+    until(lambda: step(rig, run_id) >= before + 3, "training to go on")
     assert status(rig, run_id)["state"] == "running"
     assert mirror(rig, run_id).is_dir()
     stopped(rig, run_id)
@@ -218,13 +219,13 @@ def test_ctrl_c_during_a_launch_that_follows_leaves_the_run_alone(rig: Rig, job:
     )
     assert process.stdout is not None
     run_id = process.stdout.readline().decode().strip()
-    wait_until(lambda: step(rig, run_id) >= 1, "a step")
+    until(lambda: step(rig, run_id) >= 1, "a step")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 80
     assert err.decode().splitlines()[-1] == "interrupted; a run that was started goes on"
     before = step(rig, run_id)
-    wait_until(lambda: step(rig, run_id) > before, "training to go on")
+    until(lambda: step(rig, run_id) > before, "training to go on")
     stopped(rig, run_id)
 
 
@@ -240,4 +241,4 @@ def test_gpus_in_use_are_named_and_a_forced_launch_goes_on(rig: Rig, job: str) -
     assert "shared because of --force: GPU 0: pid " in forced.stderr
     run_id = forced.stdout.strip()
     ends: Callable[[], bool] = lambda: status(rig, run_id)["state"] in rundir.ENDED  # noqa: E731
-    wait_until(ends, "the end of a run whose GPUs nobody has")
+    until(ends, "the end of a run whose GPUs nobody has")

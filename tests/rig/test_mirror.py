@@ -18,8 +18,9 @@ from controller.place import open_place
 from controller.timing import Timing
 from tests.dflashctl import command, dflashctl, environment
 from tests.rig.cable import Cable
-from tests.rig.mirrored_run import MirroredRun, feeds_of, until
+from tests.rig.mirrored_run import MirroredRun, feeds_of
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 TIMING = Timing.scaled(0.05)
 PATIENT = dataclasses.replace(TIMING, silence_s=60.0)

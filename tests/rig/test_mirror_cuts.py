@@ -27,8 +27,9 @@ from controller.logs import follow_log
 from controller.mirror import ask_for_whole_log
 from remote_payload import rundir
 from tests.rig.cable import Cable
-from tests.rig.mirrored_run import ROOT, MirroredRun, place_of, until
+from tests.rig.mirrored_run import ROOT, MirroredRun, place_of
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 CUTS = int(os.environ.get("DFLASHCTL_CUTS", "20"))
 SEED = int(os.environ.get("DFLASHCTL_SEED", str(random.SystemRandom().randrange(1_000_000))))

@@ -5,25 +5,18 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.dflashctl import command, dflashctl, environment
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 
 def run(rig: Rig, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     env = environment(rig.laptop_env())
     return subprocess.run(command(*arguments), env=env, input=stdin, capture_output=True, timeout=60)
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_command_has_its_streams_its_folder_its_programs_and_its_code(rig: Rig) -> None:

@@ -6,25 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from tests.rig.cgroups import alive
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
-T = TypeVar("T")
-
-
-def until(condition: Callable[[], T]) -> T:
-    deadline = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
-    return value
 
 
 def open_ssh(rig: Rig, command: str) -> subprocess.Popen[bytes]:

@@ -21,8 +21,8 @@ from controller.inventory import Host
 from controller.place import open_place
 from tests.controller.test_ssh import keygen
 from tests.dflashctl import command, environment
-from tests.rig.mirrored_run import until
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 PASSPHRASE = "correct horse battery"
 

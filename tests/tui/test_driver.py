@@ -20,8 +20,7 @@ from textual.message import Message
 
 from controller.tui.driver import PatientDriver, ReadableEvent
 from controller.tui.terminal import driver_for
-
-PATIENCE_S = 20.0
+from tests.waiting import PATIENCE_S, until
 
 
 class Typing:
@@ -50,11 +49,8 @@ class Typing:
         if isinstance(message, Key):
             self.keys.append(message.key)
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < end, (self.keys, self.waits[-3:])
-            time.sleep(0.005)
+    def until(self, condition: Callable[[], bool]) -> None:
+        until(condition, seen=lambda: (self.keys, self.waits[-3:]))
 
     def type(self, data: bytes) -> None:
         os.write(self.typist, data)

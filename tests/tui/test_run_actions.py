@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from controller.tui.app import RunApp
 from controller.tui.run_list import COLUMNS, run_rows, run_table
 from tests.tui import golden
 from tests.tui.conftest import screen_text
+from tests.waiting import until_shown
 
 pytestmark = pytest.mark.slow  # each opens the app
 
@@ -40,12 +39,8 @@ def known(run: golden.Run) -> Path:
     return directory
 
 
-async def until(pilot: Pilot[Any], true: Callable[[], bool], timeout: float = 60.0) -> None:
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end, screen_text(pilot)
-        await asyncio.sleep(0.02)
-        await pilot.pause()
+async def until(pilot: Pilot[Any], condition: Callable[[], bool]) -> None:
+    await until_shown(condition, seen=lambda: screen_text(pilot), settle=pilot.pause)
 
 
 def shows(pilot: Pilot[Any], text: str) -> Callable[[], bool]:

@@ -17,6 +17,7 @@ import pytest
 from controller.errors import UsageError
 from controller.tui.app import run_tui
 from tests.tui import golden
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow  # a process and a terminal each
 
@@ -53,18 +54,18 @@ class Terminal:
         self.slave = slave
         self.output = b""
 
-    def read_until(self, text: bytes, timeout: float = 60.0) -> None:
-        until = time.monotonic() + timeout
+    def read_until(self, text: bytes, timeout: float = PATIENCE_S) -> None:
+        end = time.monotonic() + timeout
         while text not in self.output:
-            left = until - time.monotonic()
+            left = end - time.monotonic()
             assert left > 0, self.output[-2000:]
             if select.select([self.master], [], [], left)[0]:
                 self.output += os.read(self.master, 65536)
 
-    def finish(self, timeout: float = 60.0) -> int:
-        until = time.monotonic() + timeout
+    def finish(self) -> int:
+        end = time.monotonic() + PATIENCE_S
         while self.child.poll() is None:
-            assert time.monotonic() < until, "the view did not end"
+            assert time.monotonic() < end, "the view did not end"
             if select.select([self.master], [], [], 0.01)[0]:
                 self.output += os.read(self.master, 65536)
         while select.select([self.master], [], [], 0.05)[0]:
@@ -195,10 +196,8 @@ def test_ctrl_z_gives_the_terminal_back_and_a_continued_view_draws_itself_anew(t
         terminal.read_until(b"detach")
         os.write(terminal.master, b"\x1a")
         terminal.read_until(b"\x1b[?1049l")
-        until = time.monotonic() + 60
-        while Path(f"/proc/{terminal.child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < until, "it does not sleep"
-            time.sleep(0.02)
+        stat = Path(f"/proc/{terminal.child.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the view to be suspended")
         terminal.output = b""
         os.kill(terminal.child.pid, signal.SIGCONT)
         terminal.read_until(b"\x1b[?1049h")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from controller.tui.app import RunApp
 from controller.tui.ticker import Ticker
 from tests.tui import golden
 from tests.tui.conftest import screen_text
+from tests.waiting import until, until_shown
 
 
 async def test_a_reader_that_fails_is_said_and_never_leaves_live_on_the_screen(
@@ -30,21 +30,17 @@ async def test_a_reader_that_fails_is_said_and_never_leaves_live_on_the_screen(
     monkeypatch.setattr(RunReader, "poll", poll_or_fail)
     app = RunApp(directory, clock=lambda: golden.NOW, period_s=0.05)
     async with app.run_test(size=(80, 24)) as pilot:
-        await _until(lambda: "LIVE" in screen_text(pilot))
+
+        async def shows(shown: str) -> None:
+            await until_shown(lambda: shown in screen_text(pilot), seen=lambda: screen_text(pilot))
+
+        await shows("LIVE")
         broken.set()
-        await _until(lambda: "MemoryError: [no] memory" in screen_text(pilot))
+        await shows("MemoryError: [no] memory")
         assert "THIS VIEW IS STUCK" in screen_text(pilot)
         assert "LIVE" not in screen_text(pilot)
         broken.clear()
-        await _until(lambda: "LIVE" in screen_text(pilot))
-
-
-async def _until(true: object, timeout: float = 60.0) -> None:
-    assert callable(true)
-    end = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.05)
+        await shows("LIVE")
 
 
 def test_the_next_tick_waits_until_the_screen_has_taken_the_last(tmp_path: Path) -> None:
@@ -53,14 +49,10 @@ def test_the_next_tick_waits_until_the_screen_has_taken_the_last(tmp_path: Path)
     ticker = Ticker(tmp_path, delivered.append, clock=lambda: golden.NOW, period_s=0.01)
     ticker.start()
     try:
-        end = time.monotonic() + 60
-        while not delivered and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: delivered)
         time.sleep(0.2)
         assert len(delivered) == 1, "nobody took it"
         ticker.taken()
-        while len(delivered) < 2 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(delivered) == 2
+        until(lambda: len(delivered) == 2)
     finally:
         ticker.stop()
