@@ -179,7 +179,7 @@ class Replica:
         return result
 
     def _climb(self, wanted: str, result: WarmUp) -> WarmUp:
-        """The compiled rungs; once more by FlexAttention where faster kernels, though proved, fail."""
+        """The compiled rungs; once more without faster kernels where these, though proved, fail in a step."""
         sizes = self._row_mask.sizes
         if self.device.type == "cuda":
             self._loss_kernels, result.loss_kernels_reason = choose_kernels(
@@ -193,7 +193,11 @@ class Replica:
         self._try_compiled(wanted, result)
         if result.steps_down and self._attention == FLASH and self._wanted_attention == "auto":
             first.attention_reason = f"not FlashAttention-4: {result.steps_down[0].reason}"
-            self._attention, result = FLEX, first
+            self._attention, result = FLEX, copy.deepcopy(first)
+            self._try_compiled(wanted, result)
+        if result.execution == execution.EAGER and self._loss_kernels:
+            first.loss_kernels_reason = f"our own are not used: {result.steps_down[0].reason}"
+            self._loss_kernels, result = False, first
             self._try_compiled(wanted, result)
         return result
 

@@ -204,6 +204,30 @@ def test_a_loss_by_kernels_of_our_own_is_the_plain_one_and_ends_with_compiled_st
     assert len(scans) == read
 
 
+@pytest.mark.parametrize("also", ["", "run_drafter"])
+def test_kernels_for_the_loss_that_no_compiled_step_can_have_are_left_before_compiled_steps_are(
+    tmp_path: Path, graphs: type[RecordedGraph], monkeypatch: pytest.MonkeyPatch, also: str
+) -> None:
+    def refuses(function: Any, **_options: Any) -> Any:
+        if function.__name__.startswith("kernel_chunk_scores") or (also and also in function.__name__):
+            raise RuntimeError(f"no {function.__name__}")
+        return function
+
+    monkeypatch.setattr(torch, "compile", refuses)
+    replica = make_replica(tmp_path, CPU, "float32")
+    replica._loss_kernels = True  # as a proof on a GPU leaves it
+    result = replica.warm_up("graph")
+    assert (
+        result.loss_kernels is False
+        and "our own are not used: compiling failed" in result.loss_kernels_reason
+    )
+    if also:
+        assert (result.execution, len(result.steps_down)) == (EAGER, 1)
+    else:
+        assert (result.execution, result.steps_down) == (GRAPH, [])
+        run_rows(replica, rows(tmp_path, 1))
+
+
 def test_where_a_step_is_one_row_the_optimizer_reads_gradients_where_autograd_left_them(
     tmp_path: Path, graphs: type[RecordedGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
