@@ -285,13 +285,28 @@ class _Feed:
         crash = [name for name in crash if name in self._files or self._holds_something(name)]
         self._left_out.pop(rundir.CRASH, None)
         if len(crash) > _MOST_CRASH_FILES:
-            self._left_out[rundir.CRASH] = f"{len(crash) - _MOST_CRASH_FILES} files, the last by name"
-        names = [*rundir.APPENDED, *crash[:_MOST_CRASH_FILES]]
+            crash = self._newest(crash)
+        names = [*rundir.APPENDED, *crash]
         for name in names:
             if name not in self._files:
                 tail = self._log_tail if name == rundir.TRAIN_LOG else None
                 self._files[name] = GrowingFile(self._folder, name, self._have.get(name), tail)
         return [self._files[name] for name in names]
+
+    def _newest(self, crash: list[str]) -> list[str]:
+        """The names of the newest crash files, as many as may be open; those before them are let go."""
+        by_age = sorted(crash, key=self._changed_ns)
+        older, newest = by_age[:-_MOST_CRASH_FILES], by_age[-_MOST_CRASH_FILES:]
+        self._left_out[rundir.CRASH] = f"{len(older)} files, the oldest"
+        for name in older:
+            if name in self._files:
+                self._files[name].rest()
+        self._present = [name for name in self._present if name not in older]
+        return sorted(newest)
+
+    def _changed_ns(self, name: str) -> int:
+        status = self._folder.status(name)
+        return 0 if status is None else status.st_mtime_ns
 
     def _holds_something(self, name: str) -> bool:
         status = self._folder.status(name)

@@ -186,11 +186,16 @@ class GrowingFile:
             del self._holes[0]
         return None
 
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def rest(self) -> None:
+        """Let go of the file; the next `look` goes on as for a reader who has what was sent."""
+        if self._descriptor is None:
+            return
+        first, last = (hashlib.sha256(data).hexdigest() for data in (self._first, self._last))
+        sizes = len(self._first), first, len(self._last), last
+        self._have = Have(self.generation, self.sent, *sizes, self.inode)
+        self._opened_before = False
+        os.close(self._descriptor)
+        self._descriptor = None
 
     def _open(self) -> bool:
         self._descriptor = self._folder.open(self.name)

@@ -482,6 +482,41 @@ def test_an_empty_crash_file_is_not_announced_until_it_holds_something(run_dir: 
         reader.until(lambda: reader.newest("crash/stacks-fatal.txt")[1] == b"Fatal Python error")
 
 
+TWO_CRASH_FILES = """
+import sys
+from pathlib import Path
+from remote_payload import feed
+feed._MOST_CRASH_FILES = 2
+sys.exit(feed.feed(Path(sys.argv[2]), sys.argv[3]))
+"""
+
+
+def test_of_too_many_crash_files_the_newest_are_sent_whatever_their_names(run_dir: Path) -> None:
+    def write(name: str, t: int) -> None:
+        with (run_dir / "crash" / f"{name}.json").open("a") as file:
+            file.write(f"{t}\n")
+        os.utime(run_dir / "crash" / f"{name}.json", (t, t))
+
+    def newest(reader: Reader) -> str:
+        return "".join(sorted(Path(name).stem for name in reader.kinds("beat")[-1]["files"]))
+
+    for t, name in enumerate("dcba", 1):
+        write(name, t)
+    with reading(run_dir, program=TWO_CRASH_FILES) as reader:
+        reader.until(lambda: bool(reader.kinds("beat")))
+        assert newest(reader) == "ab"
+        assert reader.kinds("beat")[-1]["left_out"] == {"crash": "2 files, the oldest"}
+        write("z", 5)
+        reader.until(lambda: newest(reader) == "az")
+        assert bytes(reader.appended["crash/z.json", 1]) == b"5\n"
+        for t, name in enumerate("bd", 6):  # one that was sent before goes on where it was left
+            write(name, t)
+        reader.until(lambda: newest(reader) == "bd")
+        sent = {Path(name).stem: bytes(data) for (name, _), data in reader.appended.items()}
+        assert sent == {"a": b"4\n", "b": b"3\n6\n", "d": b"1\n7\n", "z": b"5\n"}
+        assert {generation for _, generation in reader.appended} == {1}
+
+
 @pytest.mark.parametrize(
     ("data", "tail", "start"),
     [
