@@ -54,7 +54,7 @@ def print_changes(directory: Path, mirror: Mirror, *, as_json: bool, out: TextIO
 
 
 def _tell(state: RunState, event: Event | None, as_json: bool, out: TextIO) -> None:
-    out.write((json.dumps(change_record(state, event)) if as_json else _line(state, event)) + "\n")
+    out.write((json.dumps(change_record(state, event)) if as_json else change_line(state, event)) + "\n")
     out.flush()
 
 
@@ -76,7 +76,8 @@ def change_record(state: RunState, event: Event | None) -> dict[str, Any]:
     }
 
 
-def _line(state: RunState, event: Event | None) -> str:
+def change_line(state: RunState, event: Event | None) -> str:
+    """One line of `watch`."""
     clock = figures.clock(state.here(event.t) if event is not None and event.t is not None else state.now)
     p = state.progress
     where = f" step {p.step}" + (f"/{p.steps}" if p.steps else "") if p and p.step is not None else ""

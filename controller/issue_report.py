@@ -17,7 +17,7 @@ from controller.job_table import job_table
 from controller.redaction import redacted
 from controller.run_records import Crash, Thread
 from controller.run_state import RunState
-from controller.text import safe_lines
+from controller.text import safe_line, safe_lines
 
 LOG_LINES = 40
 NOTE = "dflashctl removed what it knows as secrets, homes, users and hosts; read it before you publish it"
@@ -98,7 +98,7 @@ def _thread(state: RunState, thread: Thread) -> str:
     step, bucket = ("-" if value is None else value for value in (thread.step, thread.bucket))
     sign = "-" if age is None else age_text(age)
     named = f"{thread.name:<14} {thread.device:<8} {thread.state:<22}"
-    return f"{named} step {step}  bucket {bucket}  last sign {sign}"
+    return safe_line(f"{named} step {step}  bucket {bucket}  last sign {sign}")
 
 
 def _gpus(state: RunState) -> str:

@@ -80,7 +80,7 @@ def memory_lines(state: RunState, crash: Crash) -> list[Text]:
     if crash.t is not None and state.progress is not None and state.progress.t is not None:
         seconds = abs(crash.t - state.progress.t)
         before = f", {seconds:.0f}s {'before' if state.progress.t <= crash.t else 'after'}"
-    rows = [line((f"Memory of {crash.device}", HEADING), (f"  by the last progress{before}", LABEL))]
+    rows = [line(remote(f"Memory of {crash.device}", HEADING), (f"  by the last progress{before}", LABEL))]
     figure = line("  ")
     for name, value in (
         ("allocated", device.allocated_gib), ("reserved", device.reserved_gib), ("peak", device.peak_gib),

@@ -67,9 +67,9 @@ def status_line(state: RunState, width: int) -> Text:
     chip = f" {shape} {health.headline} "
     if health.word in (Word.LIVE, Word.LAUNCHING, Word.STOPPING, Word.ENDING) and age is not None:
         chip = f" {shape} {health.headline} {age_text(age)} "
-    first = line((chip, style))
+    first = line(remote(chip, style))  # the headline may have the name of a signal, as the container wrote it
     if health.word.no_news and health.written:
-        first.append(f" was {health.written}", style=WARN)
+        first.append_text(remote(f" was {health.written}", WARN))
         if health.word is not Word.STALE and age is not None:
             first.append(f" {age_text(age)} ago", style=WARN)
     elif state.ended:

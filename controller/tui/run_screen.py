@@ -19,6 +19,7 @@ from textual.widgets import ContentSwitcher, Input
 
 from controller.issue_report import issue_report, local_users
 from controller.run_state import RunState
+from controller.text import safe_line
 from controller.tui.arrangement import Arrangement, arrange, gpus_per_row
 from controller.tui.bucket_panel import bucket_lines
 from controller.tui.crash_panel import crash_lines, has_crash
@@ -148,8 +149,8 @@ class RunScreen(Screen[None]):
         self.draw()
 
     def say(self, note: str, seconds: float = 4.0) -> None:
-        """Show a note for some seconds."""
-        self._note, self._note_until = note, time.monotonic() + seconds
+        """Show a note for some seconds; a part of it may be what the container said."""
+        self._note, self._note_until = safe_line(note), time.monotonic() + seconds
         self.set_timer(seconds + 0.1, self.draw)
         self.draw()
 
