@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import BinaryIO, Final
 
-from controller.errors import ConnectionLostError
+from controller.errors import ConnectionLostError, PayloadEnvironmentError
 from controller.place import Command, Place
 
 _POLL_S: Final = 0.1
@@ -28,8 +28,14 @@ _LOOK_S: Final = 1.0
 """From a signal to the first look whether anything is left; each further one waits twice as long."""
 _ESCALATION: Final = ("INT", "TERM", "KILL")
 
-ENTER: Final = 'cd "$1" 2>/dev/null || cd /; PATH="$2:$PATH"; export PATH; shift 2; exec "$@"'
-"""For `sh -c`: run the rest in folder $1, with the programs of folder $2 found first."""
+ENTER: Final = (
+    'mkdir -p -- "$1" && cd -- "$1" || {'
+    ' echo "error: the workspace $1 cannot be entered; hosts.toml names it" >&2;'
+    f" exit {PayloadEnvironmentError.exit_code}; }};"
+    ' PATH="$2:$PATH"; export PATH; shift 2; exec "$@"'
+)
+"""For `sh -c`: run the rest in folder $1, with the programs of folder $2 found first. Never elsewhere: what
+`tar x` or `rm` do in a workspace must not happen in /."""
 
 RUN_PROGRAM: Final = """\
 import json, linecache, os, sys
