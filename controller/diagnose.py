@@ -221,7 +221,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "stop-grace",
         r"did not end in time",
         what="It was killed because it did not end in time after it was asked to stop.",
-        why="A step, an evaluation or a checkpoint took longer than the grace of the stop (60 s).",
+        why="A step, an evaluation or a checkpoint took longer than the grace of the stop (--grace, 60 s).",
         do="Nothing is lost before the last checkpoint; crash/ may hold where each thread was.",
         seen="a demo on two busy cores",
     ),
@@ -252,6 +252,23 @@ SIGNATURES: tuple[Signature, ...] = (
         why="A fault in an extension, a driver or memory; no Python traceback can come of it.",
         do="crash/stacks-fatal.txt has where each thread was; try execution = 'eager'.",
         seen="pytorch #190502 (2.13.0)",
+    ),
+    _signature(
+        "place-restarted",
+        r"the container was restarted under the run",
+        what="The container or its host was started anew while the run trained.",
+        why="A reboot, a power cut, an update, or somebody's `pct reboot`: nobody was left to write an end.",
+        do="`last -x` on the host says when. What is on the disk is whole, and the run resumes from it.",
+        seen="the rig's container, stopped and started",
+    ),
+    _signature(
+        "vanished",
+        r"neither supervisor nor trainer exists any more",
+        what="Supervisor and trainer were both killed, so that neither could write an end.",
+        why="Mostly memory: a container or host that has none left may lose all its processes at once. Or"
+        " somebody killed both.",
+        do="`dmesg | grep -i oom` on the host; `dflashctl doctor` shows how much memory may be used.",
+        seen="kill -9 of both",
     ),
     _signature(
         "terminated",

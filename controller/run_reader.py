@@ -169,6 +169,8 @@ class RunReader:
             state = self.poll(now)
             if state.unread_bytes >= left:
                 break
+        if state.ended and not state.last_words:  # a run that is lost says so only when all is weighed
+            state = self.poll(now)
         return state
 
     def _record(self, name: str) -> Record | None:

@@ -337,6 +337,6 @@ def _diagnosis(health: Health, crashes: tuple[Crash, ...], last_words: tuple[str
         return SILENT_TRAINER
     if health.word is Word.KILLED:
         return diagnose_text(f"killed by {health.extra} {health.detail}\n" + "\n".join(last_words))
-    if health.word is Word.FAILED:
+    if health.word in (Word.FAILED, Word.LOST):
         return diagnose_text(f"{health.detail}\n" + "\n".join(last_words))
     return None

@@ -50,6 +50,8 @@ SEEN = {
     " somebody or something else\nstep 5 loss 2.1",
     "killed-memory": "killed by SIGKILL the trainer was killed by SIGKILL\nstep 5 loss 2.1",
     "segfault": "killed by SIGSEGV the trainer was killed by SIGSEGV",
+    "place-restarted": "the container was restarted under the run\nstep 5 loss 2.1",
+    "vanished": "neither supervisor nor trainer exists any more, and neither wrote an end\nstep 5 loss 2.1",
     "terminated": "killed by SIGTERM the trainer was killed by SIGTERM",
 }  # fmt: skip
 

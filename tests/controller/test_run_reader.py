@@ -200,6 +200,15 @@ def test_a_run_that_ended_without_a_traceback_has_the_logs_last_lines(tmp_path: 
     assert state.diagnosis.name == "missing-package"
 
 
+def test_a_run_that_is_lost_has_the_logs_last_lines_too_and_what_that_mostly_means(tmp_path: Path) -> None:
+    golden.lost().write(tmp_path)
+    state = RunReader(tmp_path, scale=1.0).catch_up(NOW)
+    assert state.state == "LOST"
+    assert "step  12345" in state.last_words[-1]
+    assert state.diagnosis is not None
+    assert state.diagnosis.name == "vanished"
+
+
 def test_the_job_is_read_and_a_broken_one_does_no_harm(reader: RunReader, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("block_size = 8\n")
     assert reader.poll(NOW).job == {"block_size": 8}
