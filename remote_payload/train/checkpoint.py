@@ -9,6 +9,8 @@ found before a run continues from it. Which checkpoints stay is `checkpoint_inde
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +34,8 @@ RECORD = "training.json"
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"step-(\d+)")
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of renameat2(2)."""
 _SLACK_BYTES = 4 << 20
 """For headers, small files and the file system's own."""
 
@@ -49,7 +53,7 @@ def save(
     training: Mapping[str, Tensor],
     record: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step`; what stood there before stays until the new one is complete.
+    """Write the checkpoint of `step`; one that stood there stays until the new one takes its place at once.
 
     Args:
         config: the drafter's sizes.
@@ -57,7 +61,8 @@ def save(
         training: flat tensors of the optimizer.
         record: what a resumed run needs to go on with the very next batch, as JSON.
 
-    Raises SaveError, and leaves nothing behind, when the disk is too small or a write fails.
+    Raises SaveError, and leaves nothing new behind, when the disk is too small, a write fails, or one stands
+    there already and the disk cannot exchange the two.
     """
     folder = run_dir / rundir.CHECKPOINTS
     final, partial = folder / f"step-{step}", folder / f".step-{step}.{os.getpid()}"
@@ -74,14 +79,34 @@ def save(
         partial.mkdir()
         _write(partial, step, config, weights, training, record)
         if final.exists():
-            remove(final)
-        partial.rename(final)
+            _take_the_place_of(final, partial)
+        else:
+            partial.rename(final)
         sync(folder)
     except (OSError, SafetensorError) as error:  # safetensors wraps what the system said
         raise SaveError(f"{error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two folders of one disk have each other's name, in one moment. Raises OSError where none can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _take_the_place_of(final: Path, partial: Path) -> None:
+    try:
+        exchange(partial, final)
+    except OSError as error:  # network disks, mostly
+        raise SaveError(
+            f"{final.name} stands there already and stays: this disk could not exchange names"
+            f" ({error.strerror})"
+        ) from error
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

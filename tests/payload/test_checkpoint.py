@@ -102,6 +102,51 @@ def test_a_step_saved_twice_holds_the_newer_state(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [5]
 
 
+def test_a_step_that_stands_already_is_there_whole_at_every_moment_of_its_second_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at before every call that changes a name."""
+    save(tmp_path, 5)
+    folder = tmp_path / "checkpoints" / "step-5"
+    looked = []
+
+    def watched(owner: Any, name: str) -> None:
+        change = getattr(owner, name)
+
+        def look_and_change(*given: Any, **named: Any) -> Any:
+            assert checkpoint.damage(folder) is None
+            looked.append(name)
+            return change(*given, **named)
+
+        monkeypatch.setattr(owner, name, look_and_change)
+
+    watched(Path, "rename")
+    watched(checkpoint, "exchange")
+    watched(checkpoint.shutil, "rmtree")
+    save(tmp_path, 5, record={"step": 5, "newer": True})
+    monkeypatch.undo()
+    assert "exchange" in looked and checkpoint.damage(folder) is None
+    assert checkpoint.read_record(folder)["newer"] is True
+    assert [path.name for path in folder.parent.iterdir()] == ["step-5"]
+
+
+@pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), OSError(38, "Function not implemented")])
+def test_where_a_disk_cannot_exchange_names_a_step_that_stands_is_kept_and_the_new_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    save(tmp_path, 5)
+
+    def refuse(*_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "exchange", refuse)
+    with pytest.raises(SaveError, match=r"step-5 stands there already and stays: .* not exchange names"):
+        save(tmp_path, 5, record={"step": 5, "newer": True})
+    folder = tmp_path / "checkpoints" / "step-5"
+    assert checkpoint.damage(folder) is None and "newer" not in checkpoint.read_record(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["step-5"]
+
+
 @pytest.mark.parametrize("at", ["save_file", "write_whole", "sync"])
 def test_a_save_that_fails_says_why_and_leaves_no_checkpoint_and_the_older_ones_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
