@@ -23,7 +23,7 @@ from remote_payload.job import Job, JobError
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan
-from remote_payload.train.devices import DRAFTERS_FIRST, aside, compute_dtype, on_device
+from remote_payload.train.devices import DRAFTERS_FIRST, aside, compute_dtype, on_device, out_of_memory
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.features import Features
 from remote_payload.train.objective import needs_teacher
@@ -191,7 +191,9 @@ def _memory_for(what: str, device: torch.device) -> Iterator[Callable[[], float 
     before = torch.cuda.memory_reserved(device)
     try:
         yield lambda: (torch.cuda.max_memory_reserved(device) - before) / 2**30
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
         raise JobError(
             f"{what} does not fit into the {total:.1f} GiB of {device}; lower token_budget, or anchors"

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
-from remote_payload.train.devices import aside, on_device
+from remote_payload.train.devices import aside, on_device, out_of_memory
 
 
 def matmul_ceiling(device: torch.device) -> float:
@@ -50,7 +50,9 @@ def ceiling_of(devices: Iterable[str]) -> float | None:
             return None
         try:
             total += aside(functools.partial(_ceiling, device))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             return None
     torch.cuda.empty_cache()
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from remote_payload import rundir
 from remote_payload.job import Job, JobError
 from remote_payload.rundir import EVENTS, RecordWriter
-from remote_payload.train import role_choice
+from remote_payload.train import role_choice, role_times
 from remote_payload.train.role_choice import settle_roles
 from remote_payload.train.role_times import MeasuredRoles
 from remote_payload.train.roles import RoleTimes
@@ -127,6 +128,28 @@ def test_what_contradicts_a_measurement_is_refused(values: dict[str, Any], said:
     given = {"target": "t", "dataset": "d", "mask_token_id": 1, "rows_per_step": 2, "roles": "auto"}
     with pytest.raises(JobError, match=said):
         Job.from_mapping(given | values, "test")
+
+
+def test_a_side_for_which_a_gpu_has_no_memory_is_refused_by_name_whoever_found_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {"memory_reserved": 0, "reset_peak_memory_stats": None, "empty_cache": None}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, number=number: number)
+    card = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), cublas):
+        with (
+            pytest.raises(JobError, match=r"a drafter does not fit into the 80\.0 GiB of cuda:1; lower"),
+            role_times._memory_for("a drafter", torch.device("cuda:1")),
+        ):
+            raise error
+    with (
+        pytest.raises(RuntimeError, match="illegal"),
+        role_times._memory_for("a drafter", torch.device("cuda:1")),
+    ):
+        raise RuntimeError("an illegal memory access")
 
 
 @pytest.mark.slow

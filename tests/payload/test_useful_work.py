@@ -97,11 +97,18 @@ def test_the_ceiling_counts_each_gpu_once_and_is_unknown_with_a_cpu(monkeypatch:
     assert asked == ["cuda:0", "cuda:1"]
     assert ceiling_of(["cpu"]) is None
 
-    def full(_device: Any) -> float:
-        raise torch.OutOfMemoryError
+    def fails(error: RuntimeError) -> None:
+        def failing(_device: Any) -> float:
+            raise error
 
-    monkeypatch.setattr(useful_work, "matmul_ceiling", full)
-    assert ceiling_of(["cuda:0"]) is None
+        monkeypatch.setattr(useful_work, "matmul_ceiling", failing)
+
+    for no_room in (torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED in cublasCreate")):
+        fails(no_room)
+        assert ceiling_of(["cuda:0"]) is None
+    fails(RuntimeError("an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        ceiling_of(["cuda:0"])
 
 
 @pytest.mark.slow
