@@ -18,7 +18,7 @@ from controller.commands.options import (
     with_place_options,
 )
 from controller.commands.watch import follow_to_stdout
-from controller.narration import say
+from controller.narration import detail, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,9 +145,9 @@ def _print_dry_run(host: Host, name: str, job: Job, include: Sequence[Path]) -> 
     payload = pack()
     directory = payload.directory(host.workspace)
     say(f"place: {host.name} ({host.kind}, {host.address}), python {host.python}")
-    say(f"payload {payload.digest} ({len(payload.tar)} bytes) to {directory}:")
+    say(f"payload: {len(payload.files)} files, {len(payload.tar) / 2**20:.1f} MiB, to {directory}")
     for file, size in payload.files:
-        say(f"  {size:>8} {file}")
+        detail(f"{size:>8} {file}")
     for included in collect(include):
         say(f"  {included.size:>8} include/{included.name} (in the run directory)")
     run_dir = f"{host.workspace}/runs/{name}-..."

@@ -234,10 +234,12 @@ def test_a_dry_run_prints_the_job_as_data_and_touches_nothing(
     done = dflashctl("launch", "--job", job, "--set", "steps=9", "--dry-run", env=env)
     assert done.returncode == 0
     (tmp_path / "again.toml").write_text(done.stdout)
-    again = dflashctl("launch", "--job", str(tmp_path / "again.toml"), "--dry-run", env=env)
+    again = dflashctl("-v", "launch", "--job", str(tmp_path / "again.toml"), "--dry-run", env=env)
     assert again.stdout == done.stdout
     assert "\nsteps = 9\n" in done.stdout
-    assert "remote_payload/__main__.py" in done.stderr
+    assert re.search(r"^payload: \d+ files, ", done.stderr, re.MULTILINE)
+    assert "__main__.py" not in done.stderr
+    assert "remote_payload/__main__.py" in again.stderr
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "again.toml"])
 
 
