@@ -1,5 +1,7 @@
 """What dflashctl says beside its data: lines on stderr, and how many of them (`--quiet`, `--verbose`).
 
+Errors of places hold what a server, a login or a payload said: no escape sequence of it leaves this module.
+
 Warnings, errors and news of the connection are said always: `--quiet` leaves out what merely tells how far
 things are. `--verbose` adds the commands that are run elsewhere, and where an error came from.
 """
@@ -10,6 +12,8 @@ import enum
 import sys
 import traceback
 from collections.abc import Callable
+
+from controller.text import safe_lines
 
 Say = Callable[[str], None]
 """Told one line of narration."""
@@ -34,21 +38,25 @@ def set_loudness(loudness: Loudness) -> None:
 
 
 def say(text: str) -> None:
-    """One line of narration; one that begins with `warning:` and the like is said even when quiet."""
+    """A line of narration, or a table; what begins with `warning:` and the like also when quiet."""
     if _loudness > Loudness.QUIET or text.startswith(_ALWAYS):
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
 
 
 def detail(text: str) -> None:
     """One line for `--verbose`."""
     if _loudness >= Loudness.VERBOSE:
-        print(f"+ {text}", file=sys.stderr, flush=True)
+        _print(f"+ {text}")
 
 
 def explain(error: BaseException) -> None:
     """Where an error came from, for `--verbose`."""
     if _loudness >= Loudness.VERBOSE:
-        print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
+        _print("".join(traceback.format_exception(error)))
+
+
+def _print(text: str) -> None:
+    print("\n".join(safe_lines(text)), file=sys.stderr, flush=True)
 
 
 def is_quiet() -> bool:
