@@ -64,7 +64,7 @@ def follow_log(
                 suspension.check()
                 seen, gave_up = waiter.seen(), waiter.gave_up  # before the record that they are about
                 record = reader.record()
-                ended = record.get("state") == "ended"
+                ended = waiter.has_ended(record)
                 settled = waiter.is_settled(record)  # before the look for bytes that it vouches for
                 if follow or whole:
                     trouble.tell(record, mirror, time.time())
@@ -92,7 +92,7 @@ def follow_log(
     if not follow:
         if mirror is not None and mirror.error is not None and record.get("last_heard") is None:
             raise mirror.error
-        if not ended:
+        if not ended or (mirror is not None and mirror.error is not None):
             trouble.tell_age(record, mirror, time.time())
         return 0
     return _end(directory, trouble)

@@ -8,7 +8,8 @@ view in another process sees it as well.
 A socket that says nothing is no sign of life: the feed beats every 2 s, and 15 s without a byte end the
 connection whatever the socket claims. A lost connection says nothing about the run. The mirror ends by
 itself in two cases only: the run has ended and every byte of it is here, or the feed refuses for a reason
-that trying again cannot change.
+that trying again cannot change. A copy that is whole and ended asks once whether that is still so, since
+another machine may have resumed the run; where nobody answers, not a byte of it changes.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Mirror:
         self._process: Process | None = None
         self._asked: tuple[int, int | None] | None = None
         self._older_by = 0.0
+        self._is_whole = False
         self._is_foreign = False
         self._tries = 0
         self._since: tuple[str, float] = ("", 0.0)
@@ -140,6 +142,11 @@ class Mirror:
     def running(self) -> bool:
         """Whether the thread lives: False when the run is here whole, refused, or after `stop`."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether it is not yet known if what the folder says of the run's end is still true."""
+        return self.running and not self.holds_lock and not self.reads_only
 
     @property
     def news_count(self) -> int:
@@ -193,18 +200,16 @@ class Mirror:
         for key in ("last_heard", "beat", "clock_difference_s"):  # still the newest that is known
             self._files.connection[key] = left.get(key)
         readable = rundir.read_whole(self._directory / rundir.STATUS) is not None  # else it is fetched anew
-        if left.get("state") == "ended" and readable and not (self._wants_whole_log() and self._has_holes()):
-            return
-        self._say("connecting")
-        self.holds_lock = True
+        lacks = self._wants_whole_log() and self._has_holes()
+        self._is_whole = left.get("state") == "ended" and readable and not lacks
+        if not self._is_whole:
+            self._say("connecting")
+            self.holds_lock = True
         while not self._stop.is_set():
             try:
                 if self._follow():
                     return
                 continue
-            except FeedRefusedError as error:
-                self._say("refused", error)
-                return
             except LocalStateError:
                 raise
             except DflashctlError as error:
@@ -213,8 +218,11 @@ class Mirror:
                 trouble = ConnectionLostError(
                     f"unexpected {type(error).__name__}: {error}", "this is a defect of dflashctl"
                 )
-            if self._once:
-                self._say("reconnecting", trouble)
+            if self._is_whole:
+                self.error = trouble
+                return
+            if self._once or isinstance(trouble, FeedRefusedError):
+                self._say("refused" if isinstance(trouble, FeedRefusedError) else "reconnecting", trouble)
                 return
             self._pause(trouble)
 
@@ -286,7 +294,7 @@ class Mirror:
             while not connecting.wait(self._timing.poll_s):
                 if self._stop.is_set():
                     return True
-                if time.monotonic() >= self._next_save:
+                if time.monotonic() >= self._next_save and not self._is_whole:
                     self._save()
             self._process, self._asked = connecting.process, None
             self._files.connection["no_older"] = None
@@ -325,7 +333,7 @@ class Mirror:
             if now >= next_ping:
                 process.send(b"{}\n")
                 next_ping = now + timing.ping_s
-            if time.monotonic() >= self._next_save:
+            if time.monotonic() >= self._next_save and not self._is_whole:
                 self._save()
             elif self._files.filled and time.monotonic() >= self._next_telling:
                 self._next_telling = time.monotonic() + FILLED_S
@@ -345,7 +353,9 @@ class Mirror:
                 self._files.replace(frame)
             case Hello():
                 self._differences.clear()
+                self._is_whole = False
                 self._say("connected")
+                self.holds_lock = True
             case Refusal():
                 message = f"the feed says: {safe_line(frame.text)}"
                 if greeted:

@@ -54,6 +54,8 @@ def print_status(
     if mirror is not None and mirror.error is not None and reader.record().get("last_heard") is None:
         raise mirror.error
     state = RunReader(directory).catch_up(time.time())
+    if state.ended and mirror is not None and mirror.error is not None:
+        trouble.tell_age(reader.record(), mirror, state.now)
     text = json.dumps(state_record(state)) if as_json else "\n".join(status_lines(state))
     out.write(text + "\n")
     out.flush()

@@ -59,7 +59,8 @@ class Trouble:
         written = number(record, "t")
         ours = mirror is not None and mirror.holds_lock
         if state == "ended":
-            return "", ""
+            asks = mirror is not None and mirror.is_asking and now - self._since > _PATIENCE_S
+            return ("asking its place whether it was resumed" if asks else ""), ""
         if not ours and written is not None and now - written > self._stale_s:
             if mirror is not None and now - self._since > _PATIENCE_S:
                 pid = record.get("pid")

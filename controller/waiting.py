@@ -62,6 +62,10 @@ class Waiter:
         """Our own mirror has ended, for whatever reason."""
         return self.mirror is not None and not self.mirror.running
 
+    def has_ended(self, record: Mapping[str, Any]) -> bool:
+        """Whether `record` (`mirror.json`) says that the run has ended, and its place was asked."""
+        return record.get("state") == "ended" and not (self.mirror is not None and self.mirror.is_asking)
+
     def is_settled(self, record: Mapping[str, Any]) -> bool:
         """Whether `record` (`mirror.json`) tells of all that can be had now.
 

@@ -68,12 +68,12 @@ def wait_for(
     reader = RunReader(directory)
     deadline = time.monotonic() + limit_s
     while True:
-        seen, running = mirror.news_count, mirror.running
+        seen, running, asking = mirror.news_count, mirror.running, mirror.is_asking
         state = reader.catch_up(time.time())
         if found(state):
             return state
         late = time.monotonic() > deadline
-        if state.ended and (state.connection == "ended" or late):
+        if state.ended and ((state.connection == "ended" and not asking) or late):
             return state  # whole, if it could be had
         if not running:
             raise mirror.error or ProtocolError("the mirror ended before the run did")

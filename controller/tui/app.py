@@ -299,6 +299,8 @@ class RunApp(RunActions):
         if self.mirror is None:
             self._run_screen.say("this view only reads; it has no connection")
             return
+        if isinstance(self.mirror, Mirror) and not self.mirror.running:
+            self.mirror.start()
         self.mirror.poke()
         self._run_screen.say("reconnecting now")
 

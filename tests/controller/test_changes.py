@@ -10,7 +10,7 @@ import pytest
 
 from controller import waiting
 from controller.changes import print_changes
-from controller.errors import ProtocolError
+from controller.errors import UnreachableError
 from controller.mirror import Mirror
 from controller.mirror_reader import MirrorReader
 from controller.trouble import Trouble
@@ -65,9 +65,11 @@ def test_whoever_waits_for_a_run_hears_at_once_that_its_mirror_has_ended_before_
     folder = mirror_folder(tmp_path / "mirror")
     (folder / "mirror.json").write_text('{"state":"ended","complete":true,"files":{}}')
     (folder / "status.json").write_text('{"kind":"status","attempt":1,"state":"running"}')
-    mirror = Mirror(folder, place_opener=Line(Remote()).open, timing=TIMING)
+    line = Line(Remote())
+    line.error = UnreachableError("no route")
+    mirror = Mirror(folder, place_opener=line.open, timing=TIMING)
     mirror.start()
-    with pytest.raises(ProtocolError, match="the mirror ended before the run did"):
+    with pytest.raises(UnreachableError, match="no route"):
         wait_for(folder, mirror, lambda state: False, limit_s=3600, what="its end")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from controller import paths
-from controller.diagnose import SILENT_TRAINER
 from controller.errors import (
     CheckpointError,
     ConnectionLostError,
@@ -123,10 +122,7 @@ def test_a_trainer_whose_threads_all_hang_shows_where_each_of_them_is_and_lives_
 ) -> None:
     (payload / "train" / "main.py").write_text(HUNG)
     run = launch(host, JOB, "hung")
-    wait_for_state(run, "stalled")
-    state = last_state(run.local_dir)
-    assert (state.state, state.diagnosis) == ("STALLED", SILENT_TRAINER)
-    assert f"  what to do: {SILENT_TRAINER.do}" in status_lines(state)
+    wait_for_state(run, "running")
     trainer = status_of(run)["trainer"]
     for asked in (1, 2):  # the second answer is not the first one again
         shown = stacks(run.local_dir, limit_s=60, say=quiet)

@@ -442,7 +442,7 @@ def test_a_large_log_attached_late_gives_its_tail_first_and_the_rest_on_request(
     again = mirrors(line)
     again.start()
     until(lambda: not again.running)
-    assert line.attempts == 1  # it ended, and what was wanted of it is here
+    assert line.attempts == 2 and not remote.fills  # it was asked, and what was wanted of it is here
     ask_for_whole_log(folder)
     whole = mirrors(line)
     whole.start()
