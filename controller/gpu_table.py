@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
+from controller import figures
 from controller.text import aligned, safe_line
 
 _HEAD = ("GPU", "NAME", "MEMORY", "BUSY", "POWER", "HEAT", "RUNS")
@@ -21,7 +21,7 @@ def table(listing: Mapping[str, Any]) -> str:
             reasons[f"GPU {gpu.get('index')}: {safe_line(str(why))}"] = None
     if len(rows) == 1:
         return f"no GPU ({safe_line(str(listing['why']))})"
-    lines = [time.strftime("%H:%M:%S", time.localtime(listing["t"]))] if listing.get("t") else []
+    lines = [figures.clock(listing["t"])] if listing.get("t") else []
     problem = listing.get("why")
     return "\n".join([*lines, *aligned(rows), *reasons, *([safe_line(str(problem))] if problem else [])])
 

@@ -8,7 +8,6 @@ ended are kept up to date (`picker`), the others say how old their news is.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,7 +135,7 @@ def _row(row: RunRow, columns: dict[str, int]) -> Text:
         elif name == "tau":
             cell = line((figures.decimal(row.tau, 2), PLAIN))
         else:
-            cell = line((time.strftime("%m-%d %H:%M", time.localtime(row.created)), LABEL))
+            cell = line((figures.clock(row.created, "%m-%d %H:%M"), LABEL))
         cell.truncate(wide, overflow="ellipsis")
         cell.pad_right(wide + 1 - cell.cell_len)
         text_.append_text(cell)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from controller import gpu_table
 from controller.gpu_state import GpuTable, GpuWord
 from controller.run_records import Device
 
@@ -105,3 +106,9 @@ def test_values_grow_old_when_nvidia_smi_stops_answering() -> None:
     silent = seen.updated([{"kind": "gpu_none", "t": 90.0, "reason": "Failed to initialize NVML"}])
     assert (silent.t, silent.none_reason) == (5.0, "Failed to initialize NVML")
     assert silent.gpus[0].utilization_share == 0.95
+
+
+def test_a_listing_of_gpus_says_when_it_is_of_and_goes_without_a_time_that_no_calendar_has() -> None:
+    gpu = {"index": 0, "name": "NVIDIA H200", "memory_used_gib": 1.0, "memory_total_gib": 139.8, "runs": []}
+    for t, first in ((0.0, "GPU"), (1e20, "--:--:--")):
+        assert gpu_table.table({"gpus": [gpu], "why": None, "t": t}).startswith(first)

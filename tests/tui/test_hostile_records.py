@@ -88,6 +88,14 @@ def test_no_control_character_of_a_record_is_in_the_list_of_runs() -> None:
     assert not any(CONTROL.search(each.plain) for each in (names, *rows))
 
 
+def test_a_run_that_was_launched_at_a_time_that_no_calendar_has_is_listed() -> None:
+    run = golden.healthy()
+    run.run["created"] = 1e20
+    known(run)
+    _, rows = run_table(run_rows(golden.NOW), 160)
+    assert [run.run["id"] in row.plain and "--:--" in row.plain for row in rows] == [True]
+
+
 @pytest.mark.slow
 async def test_no_control_character_of_a_record_is_in_what_the_key_line_says(open_run: Open) -> None:
     async with open_run(hostile("killed", "state")) as pilot:
