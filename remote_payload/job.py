@@ -23,11 +23,13 @@ from remote_payload.job_key import (
     devices,
     fractions,
     key,
+    layer_numbers,
     not_empty,
     one_of,
     parse_change,
     ratio,
     rising,
+    shown,
     toml,
     typed,
     within,
@@ -105,9 +107,9 @@ class Job:
         "", "Held-out prompts, as `dataset`, never trained on; empty: no evaluation.", resumable=True
     )
     token_budget: int = key(
-        32768, "Context tokens of a batch (rows x longest row) and of a packed row.", at_least(16)
+        32768, "Context tokens of a batch (rows x longest row) and of a packed row.", at_least(16, 2**24)
     )
-    max_batch: int = key(64, "Most samples in a batch.", at_least(1))
+    max_batch: int = key(64, "Most samples in a batch.", at_least(1, 2**20))
     bucket_edges: list[int] = key(
         [0, 770, 1216, 1728, 2432, 3296, 8193],
         "Length buckets in tokens: [edge, next edge). Samples outside all of them are left out.",
@@ -119,18 +121,21 @@ class Job:
         one_of("online", "cached"),
     )
 
-    layers: int = key(5, "Decoder layers of the drafter.", at_least(1))
+    layers: int = key(5, "Decoder layers of the drafter.", at_least(1, 1000))
     block_size: int = key(16, "Tokens of a block: the anchor and the masks after it.", within(2, 128))
     mask_token_id: int = key(
         REQUIRED,
         "Row of the target's embedding that means nothing else; never pad or eos. Qwen3: 151669.",
         at_least(0),
     )
-    taps: int = key(5, "Target layers whose output feeds the drafter.", at_least(1))
-    tap_layers: list[int] = key([], "0-based target layers to tap instead of the rule for `taps`.")
+    taps: int = key(5, "Target layers whose output feeds the drafter.", at_least(1, 1000))
+    tap_layers: list[int] = key(
+        [], "0-based target layers to tap instead of the rule for `taps`.", layer_numbers
+    )
     init_from_target: list[int] = key(
         [],
         "0-based target layers copied into the drafter's layers at the start; empty: random weights.",
+        layer_numbers,
     )
 
     init_from: str = key(
@@ -139,7 +144,7 @@ class Job:
         " with; empty: none. A relative path starts at the workspace.",
     )
 
-    anchors: int = key(512, "Anchor slots of a packed row.", at_least(1))
+    anchors: int = key(512, "Anchor slots of a packed row.", at_least(1, 2**20))
     anchor_choice: str = key(
         "random",
         "Where blocks begin: drawn at random from every eligible place, or uniform: every block_size tokens,"
@@ -163,7 +168,7 @@ class Job:
     )
     focal_weight: float = key(0.3, "focal and chain: weight of the first error's loss.", at_least(0))
     chain_weight: float = key(40.0, "chain: weight of the expected accepted length.", at_least(0))
-    learning_rate: float = key(6e-4, "Peak learning rate of AdamW.", above(0))
+    learning_rate: float = key(6e-4, "Peak learning rate of AdamW.", above(0, 10))
     warmup: float = key(0.04, "Share of the steps in which the learning rate rises.", within(0, 1))
     schedule: str = key(
         "cosine",
@@ -188,7 +193,7 @@ class Job:
     rows_per_step: int = key(
         0,
         "Packed rows in one optimizer step over all replicas, a multiple of them; 0: one a replica.",
-        at_least(0),
+        at_least(0, 10**6),
     )
     seed: int = key(0, "Seed of weights, sample order and anchors.", within(0, 2**32 - 1))
 
@@ -214,9 +219,11 @@ class Job:
         resumable=True,
     )
     queue_depth: int = key(
-        4, "Batches and feature rows that may wait between two threads.", at_least(1), resumable=True
+        4, "Batches and feature rows that may wait between two threads.", at_least(1, 1000), resumable=True
     )
-    cpu_threads: int = key(0, "Threads of one operation on a CPU; 0: all cores.", at_least(0), resumable=True)
+    cpu_threads: int = key(
+        0, "Threads of one operation on a CPU; 0: all cores.", at_least(0, 4096), resumable=True
+    )
 
     eval_every: int = key(
         0, "Steps between evaluations; 0: before the first and after the last.", at_least(0), resumable=True
@@ -303,7 +310,7 @@ class Job:
                 check: Check | None = field.metadata["check"]
                 expected = check(checked[name]) if check else None
                 if expected:
-                    raise JobError(f"{source}: {name} = {values[name]!r}: expected {expected}")
+                    raise JobError(f"{source}: {name} = {shown(values[name])}: expected {expected}")
             elif field.default is REQUIRED and field.default_factory is REQUIRED:
                 raise JobError(f"{source}: {name} is missing. {field.metadata['text']}")
         job = cls(**checked)
@@ -372,6 +379,8 @@ def load(path: Path, changes: Sequence[str] = ()) -> Job:
         raise JobError(f"{path}: is not UTF-8 text (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{path}: is not TOML: {error}") from error
+    except ValueError as error:
+        raise JobError(f"{path}: holds a number of thousands of digits") from error
     for change in changes:
         name, value = parse_change(change)
         values[name] = value

@@ -18,6 +18,12 @@ REQUIRED = dataclasses.MISSING
 """The default of a key that has none."""
 
 
+MOST = 10**9
+"""More than anybody means by any number that has no bound of its own: steps, tokens, seconds."""
+
+_MOST_SHOWN = 200
+
+
 class JobError(ValueError):
     """A job that cannot be run; the text names the source, the key, what was expected and what to do."""
 
@@ -26,19 +32,27 @@ Check = Callable[[Any], str | None]
 """What a value should have been, in words; None: it is right."""
 
 
-def at_least(low: float) -> Check:
-    """No less than `low`."""
-    return lambda value: None if value >= low else f"at least {low:g}"
+def at_least(low: float, most: float = MOST) -> Check:
+    """From `low` to `most`, both included; what is said is the end that was passed."""
+
+    def check(value: float) -> str | None:
+        return f"at least {low:g}" if value < low else f"at most {most:,}" if value > most else None
+
+    return check
 
 
-def above(low: float) -> Check:
-    """More than `low`."""
-    return lambda value: None if value > low else f"more than {low:g}"
+def above(low: float, most: float = MOST) -> Check:
+    """More than `low`, and no more than `most`."""
+
+    def check(value: float) -> str | None:
+        return f"more than {low:g}" if value <= low else f"at most {most:,}" if value > most else None
+
+    return check
 
 
 def within(low: float, high: float) -> Check:
     """From `low` to `high`, both included."""
-    return lambda value: None if low <= value <= high else f"between {low:g} and {high:g}"
+    return lambda value: None if low <= value <= high else f"between {low:,} and {high:,}"
 
 
 def one_of(*names: str) -> Check:
@@ -54,7 +68,13 @@ def not_empty(value: Any) -> str | None:
 def rising(value: Sequence[int]) -> str | None:
     """Bucket edges."""
     rises = len(value) >= 2 and all(a < b for a, b in itertools.pairwise(value))
-    return None if rises and value[0] >= 0 else "two or more rising whole numbers, the first at least 0"
+    good = rises and value[0] >= 0 and value[-1] <= MOST
+    return None if good else f"two or more rising whole numbers, from 0 to {MOST:,}"
+
+
+def layer_numbers(value: Sequence[int]) -> str | None:
+    """Layers of a model, as far as that can be said without it."""
+    return None if all(0 <= number < 1000 for number in value) else "numbers of layers, from 0 to 999"
 
 
 def devices(value: Sequence[str]) -> str | None:
@@ -74,7 +94,7 @@ def fractions(value: Sequence[float]) -> str | None:
 
 def ratio(value: float) -> str | None:
     """How many times one number may be another; 0: any."""
-    return None if value == 0 or value >= 1 else "0, or at least 1"
+    return None if value == 0 or 1 <= value <= MOST else f"0, or from 1 to {MOST:,}"
 
 
 def key(default: Any, text: str, check: Check | None = None, *, resumable: bool = False) -> Any:
@@ -98,10 +118,19 @@ def parse_change(text: str) -> tuple[str, Any]:
         raise JobError(f"--set {text!r}: expected key=value")
     try:
         parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML; or a number of more digits than Python reads
         return name, value
     # A second line would be a second key of the document: then the text is no value but a string.
     return (name, parsed["value"]) if parsed.keys() == {"value"} else (name, value)
+
+
+def shown(value: Any) -> str:
+    """A value as an error text can hold it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
 
 
 def typed(value: Any, wanted: Any, where: str) -> Any:
@@ -111,16 +140,16 @@ def typed(value: Any, wanted: Any, where: str) -> Any:
     """
     if get_origin(wanted) is list:
         if not isinstance(value, list):
-            raise JobError(f"{where} = {value!r}: expected a list")
+            raise JobError(f"{where} = {shown(value)}: expected a list")
         (inner,) = get_args(wanted)
         return [typed(item, inner, where) for item in value]
-    if wanted is float and type(value) is int:
+    if wanted is float and type(value) is int and abs(value) <= MOST:
         return float(value)
-    if wanted is float and type(value) is float and not math.isfinite(value):
-        raise JobError(f"{where} = {value!r}: expected a finite number")
+    if wanted is float and (type(value) is int or (type(value) is float and not math.isfinite(value))):
+        raise JobError(f"{where} = {shown(value)}: expected a finite number, no larger than {MOST:,}")
     if type(value) is not wanted:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-        raise JobError(f"{where} = {value!r}: expected {names[wanted]}")
+        raise JobError(f"{where} = {shown(value)}: expected {names[wanted]}")
     return value
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,7 +21,6 @@ TYPES = get_type_hints(Job)
 # TOML knows no surrogates; everything else a string may hold has to survive.
 text = st.text(st.characters(exclude_categories=["Cs"]))
 words = text.filter(bool)
-positive = st.floats(min_value=1e-12, max_value=1e12)
 devices = st.lists(
     st.one_of(st.just("cpu"), st.integers(0, 63).map(lambda n: f"cuda:{n}")), min_size=1, max_size=8
 )
@@ -43,10 +44,10 @@ def jobs(draw: st.DrawFn) -> Job:
         "init_from_target": draw(st.sampled_from([[], list(range(layers))])),
         "tap_layers": draw(st.lists(st.integers(0, 40), max_size=5)),
         "rows_per_step": len(drafters) * draw(st.integers(0, 4)),
-        "learning_rate": draw(positive),
+        "learning_rate": draw(st.floats(1e-12, 10)),
         "warmup": draw(st.floats(0, 1)),
         "betas": draw(st.lists(st.floats(0, 0.999), min_size=2, max_size=2)),
-        "epochs": draw(positive),
+        "epochs": draw(st.floats(1e-12, 1e9)),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "execution": draw(st.sampled_from(["auto", "graph", "compiled", "eager", "reduce-overhead"])),
     }
@@ -116,6 +117,8 @@ REFUSED: dict[str, Any] = {
     "block_size": 1,
     "mask_token_id": -1,
     "taps": 0,
+    "tap_layers": [-1],
+    "init_from_target": [-1],
     "anchors": 0,
     "anchor_choice": "grid",
     "gamma": -0.5,
@@ -192,6 +195,55 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, wrong: Any) -> No
 @pytest.mark.parametrize("name", [name for name in FIELDS if TYPES[name] is float])
 def test_what_is_not_a_number_is_refused_by_name(name: str, value: float) -> None:
     assert error({name: value}).startswith(f"my.toml: {name} = ")
+
+
+NUMBERS = [name for name, wanted in TYPES.items() if {wanted, *get_args(wanted)} & {int, float}]
+WHOLE = [name for name in NUMBERS if {TYPES[name], *get_args(TYPES[name])} & {int}]
+
+
+def as_given(name: str, value: float) -> Any:
+    return [value] if get_origin(TYPES[name]) is list else value
+
+
+HUGE = {"10**22": 10**22, "-10**22": -(10**22), "10**400": 10**400, "2**20000": 1 << 20_000, "1e300": 1e300}
+
+
+@pytest.mark.parametrize("value", HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_nobody_means_is_refused_by_name(name: str, value: float) -> None:
+    said = error({name: as_given(name, value)})
+    assert said.startswith(f"my.toml: {name} = ") and ": expected " in said and len(said) < 600
+
+
+@given(
+    st.sampled_from(NUMBERS),
+    st.one_of(st.integers(), st.integers(10**9), st.floats(), st.floats(min_value=1e9, allow_nan=False)),
+)
+def test_any_number_is_refused_by_its_key_or_a_number_that_a_run_can_have(name: str, value: float) -> None:
+    try:
+        made = Job.from_mapping(LEAST | {name: as_given(name, value)}, "my.toml")
+    except JobError as refused:
+        assert str(refused).startswith("my.toml: ") and name in str(refused)
+        return
+    taken = getattr(made, name)
+    for number in taken if isinstance(taken, list) else [taken]:
+        assert math.isfinite(number) and 0 <= number < 2**32
+    assert Job.from_mapping(tomllib.loads(made.to_toml()), "job.toml") == made
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_too_much_is_said_in_figures_that_can_be_read(name: str) -> None:
+    assert re.search(r"at most [\d,]+$|between|from 0 to 999|rising", error({name: as_given(name, 10**22)}))
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000], ids=["decimal", "hexadecimal"])
+def test_a_number_of_thousands_of_digits_ends_nothing_as_a_defect(file: Path, digits: str) -> None:
+    with pytest.raises(JobError, match="steps"):
+        job.load(file, [f"steps={digits}"])
+    file.write_text(f"steps = {digits}\n" + file.read_text())
+    with pytest.raises(JobError) as caught:
+        job.load(file)
+    assert str(caught.value).startswith(str(file)) and "digits" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", LEAST)
