@@ -13,6 +13,7 @@ import typer
 
 from controller import completion
 from controller.commands.options import JsonOption
+from controller.errors import UsageError
 from controller.narration import is_quiet, say
 
 
@@ -22,7 +23,7 @@ def pull(
         typer.Argument(
             help="The run's id, or its beginning; `-` for the newest run.", autocompletion=completion.runs
         ),
-    ],
+    ] = "-",
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -42,7 +43,7 @@ def pull(
     there is.
 
     \b
-    dflashctl pull demo-1130
+    dflashctl pull
     dflashctl pull demo-1130 checkpoints/best --to ~/drafters
     dflashctl pull - log events
     """
@@ -53,7 +54,12 @@ def pull(
     from controller.pull import pull as pull_files
     from controller.text import safe_line
 
-    directory = find_run(None if run == "-" else run)
+    try:
+        directory = find_run(None if run == "-" else run)
+    except UsageError as error:
+        if run.partition("/")[0] in completion.WHAT:
+            raise UsageError(error.message, f"Of the newest run: dflashctl pull - {run}") from error
+        raise
     if not what:
         for name, size in listing(directory, say=say):
             print(json.dumps({"file": name, "size": size}) if as_json else f"{size:>15,} {safe_line(name)}")

@@ -176,6 +176,7 @@ def test_without_a_command_it_explains_itself(env: dict[str, str]) -> None:
         (["resume"], 64, ["no run is known on this machine"]),
         (["checkpoint", "demo"], 64, ["no run 'demo': none is known"]),
         (["pull", "demo", "log"], 64, ["no run 'demo': none is known"]),
+        (["pull", "checkpoints/best"], 64, ["hint: Of the newest run: dflashctl pull - checkpoints/best"]),
         (["watch"], 64, ["no run is known on this machine"]),
         (["logs", "--tail", "-1"], 64, ["Invalid value for '--tail'"]),
         (["launch", "--json", "--follow"], 64, ["--json and --follow exclude", "dflashctl watch --json RUN"]),

@@ -60,7 +60,7 @@ def test_what_is_to_be_written_anew_need_not_be_readable_now(
 
 
 def test_a_command_that_does_not_exist_is_noticed() -> None:
-    for line in ("lunch", "logs --folow", "pull", "runs demo"):
+    for line in ("lunch", "logs --folow", "python", "runs demo"):
         with pytest.raises(Exception, match=r"lunch|No such option|Missing|unexpected extra"):
             check(line.split())
 
