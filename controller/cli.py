@@ -15,7 +15,6 @@ import gc
 import io
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -232,18 +231,13 @@ def _help_hint(error: Any) -> str:
 
 
 def _defect(error: Exception) -> int:
-    from controller.paths import state_root
-    from controller.text import safe_line
+    from controller.defect_report import write_report
+    from controller.text import safe_line, safe_lines
 
-    text = "".join(traceback.format_exception(error))
-    path = state_root() / "crashes" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        where = f"its report is {path}"
-    except OSError:
-        print(text, file=sys.stderr)
-        where = "its report stands above"
+    path = write_report(error, {})
+    if path is None:
+        print("\n".join(safe_lines("".join(traceback.format_exception(error)))), file=sys.stderr)
+    where = "its report stands above" if path is None else f"its report is {path}"
     said = safe_line(str(error))
     say(f"error: unexpected {type(error).__name__}: {said}; a defect of dflashctl; {where}")
     return INTERNAL_EXIT_CODE

@@ -92,13 +92,25 @@ def make_mirror_dir(run_id: str, host: str) -> Path:
 def made(directory: Path) -> Path:
     """The folder, made for its owner with those above it where it is not there. Raises LocalStateError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+        for folder in reversed(missing):  # mkdir's `parents` would let everybody into those above
+            folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise LocalStateError(
             f"cannot create {directory}: {error.strerror}",
             "make it writable, or set XDG_STATE_HOME to a folder that is",
         ) from error
     return directory
+
+
+def kept(path: Path, text: str) -> Path:
+    """The file, written whole and for its owner only, its folders made. Raises LocalStateError."""
+    made(path.parent)
+    try:
+        rundir.write_whole(path, text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise LocalStateError(f"{path}: cannot be written ({error.strerror})") from error
+    return path
 
 
 def known_runs() -> list[KnownRun]:

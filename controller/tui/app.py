@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import textual
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
@@ -28,12 +29,12 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 
 from controller import paths
-from controller.errors import INTERNAL_EXIT_CODE, DflashctlError, UsageError
+from controller.defect_report import write_report
+from controller.errors import INTERNAL_EXIT_CODE, DflashctlError, LocalStateError, UsageError
 from controller.health import age_text
 from controller.mirror import Mirror
 from controller.run_state import RunState
 from controller.tui import themes
-from controller.tui.crash_report import write_report
 from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
@@ -113,7 +114,7 @@ class RunApp(RunActions):
         self._run_screen = RunScreen(self._keys)
         for theme in themes.THEMES:
             self.register_theme(theme)
-        self.theme = themes.remembered(paths.state_root())
+        self.theme = themes.remembered()
 
     def _new_ticker(self, directory: Path) -> Ticker:
         return Ticker(
@@ -284,13 +285,10 @@ class RunApp(RunActions):
         """Copy by OSC 52 and into a file, and say so."""
         text = self._run_screen.copied_text()
         self.copy_to_clipboard(text)
-        where = paths.state_root() / "copied.txt"
         try:
-            where.parent.mkdir(parents=True, exist_ok=True)
-            where.write_text(text + "\n", "utf-8")
-        except OSError as error:
-            said = error.strerror or type(error).__name__
-            self._run_screen.say(f"copied to the terminal's clipboard; no file: {said}")
+            where = paths.kept(paths.state_root() / "copied.txt", f"{text}\n")
+        except LocalStateError as error:
+            self._run_screen.say(f"copied to the terminal's clipboard; no file: {error.message}")
             return
         self._run_screen.say(f"copied, also to {where}")
 
@@ -330,7 +328,7 @@ class RunApp(RunActions):
         """Dark or light, from now on."""
         dark, light = (theme.name for theme in themes.THEMES)
         self.theme = light if self.theme == dark else dark
-        themes.remember(paths.state_root(), self.theme)
+        themes.remember(self.theme)
         self.action_redraw()
         self.say("light theme" if self.theme == light else "dark theme")
 
@@ -360,7 +358,9 @@ class RunApp(RunActions):
         """A defect of this view: written to a file; the terminal gets one line, and itself back."""
         error = self._exception or sys.exception()
         if error is not None:
-            self.crash_report = write_report(paths.state_root(), error, self._state)
+            state = self._state
+            run = f"{state.run_id or '?'}, {state.health.headline}, attempt {state.attempt}"
+            self.crash_report = write_report(error, {"textual": textual.__version__, "run": run})
         self._close_messages_no_wait()
 
 

@@ -7,8 +7,8 @@ themes, and what was drawn once is right in both. The choice is remembered in th
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 
 from rich.color import Color
 from rich.segment import Segment
@@ -17,6 +17,8 @@ from textual.color import Color as Background
 from textual.filter import LineFilter
 from textual.theme import Theme
 
+from controller import paths
+from controller.errors import LocalStateError
 from controller.tui.palette import (
     BLACK,
     BLUE,
@@ -53,6 +55,9 @@ LIGHT = Theme(
 )
 
 THEMES = (THEME, LIGHT)
+
+_CHOSEN = "tui-theme"
+"""File of the state folder."""
 
 _ON_LIGHT = {
     INK: LIGHT_INK,
@@ -94,19 +99,16 @@ def on_light(style: Style) -> Style:
     return style if new is None else style + Style(color=new)
 
 
-def remembered(folder: Path) -> str:
+def remembered() -> str:
     """The name of the theme that was chosen last."""
     try:
-        name = (folder / "tui-theme").read_text("utf-8").strip()
+        name = (paths.state_root() / _CHOSEN).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return THEME.name
     return name if name in [theme.name for theme in THEMES] else THEME.name
 
 
-def remember(folder: Path, name: str) -> None:
-    """Keep the choice; a folder that cannot be written forgets it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / "tui-theme").write_text(name + "\n", "utf-8")
-    except OSError:
-        return
+def remember(name: str) -> None:
+    """Keep the choice; a state folder that cannot be written forgets it."""
+    with suppress(LocalStateError):
+        paths.kept(paths.state_root() / _CHOSEN, f"{name}\n")

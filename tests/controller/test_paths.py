@@ -42,8 +42,21 @@ def test_the_home_of_an_unknown_user_is_a_name_as_any_other(monkeypatch: pytest.
 def test_a_mirror_folder_is_for_its_owner_only(state: Path) -> None:
     directory = paths.make_mirror_dir("run-1", "10.1.2.6")
     assert directory == state / "runs" / "run-1" / "10.1.2.6"
-    assert directory.stat().st_mode & 0o077 == 0
+    for folder in (directory, *directory.parents[:3]):
+        assert folder.stat().st_mode & 0o077 == 0, folder
     assert paths.make_mirror_dir("run-1", "10.1.2.6") == directory
+
+
+def test_what_is_kept_is_for_its_owner_only_and_a_link_is_not_followed(state: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("stays")
+    state.mkdir()
+    (state / "copied.txt").symlink_to(other)
+    path = paths.kept(state / "copied.txt", "of a log")
+    assert (path.read_text(), path.stat().st_mode & 0o077) == ("of a log", 0)
+    assert other.read_text() == "stays"
+    with pytest.raises(LocalStateError, match=r"copied\.txt/x: File exists|Not a directory"):
+        paths.kept(state / "copied.txt" / "x", "")
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_a_defect_of_the_view_leaves_the_terminal_whole_and_one_line_that_says_w
         assert "error: the view failed, a defect of dflashctl; the run goes on; its report: " in after
         assert "Traceback" not in after
         assert termios.tcgetattr(terminal.slave) == terminal.before
-        (report,) = (tmp_path / "state-home").rglob("tui-crash-*.txt")
+        (report,) = (tmp_path / "state-home").rglob("crashes/*.txt")
         assert str(report) in after.replace("\r\n", "")
         said = report.read_text()
         assert "ZeroDivisionError: [a defect] of the view" in said
