@@ -76,11 +76,11 @@ class Decoder:
         logits = cache.read(prompt, last=1)[-1]
         decoded = Decoded(tokens=[], seconds=0.0)
         while True:
-            best = logits.float().topk(2)
-            token, values = int(best.indices[0]), best.values.tolist()
+            best, second = logits.float().topk(2).values.tolist()
+            token = int(logits.argmax())  # of equal ones the first, as for a block; topk names any of them
             decoded.tokens.append(token)
-            decoded.gaps.append(values[0] - values[1])
-            decoded.best.append(values[0])
+            decoded.gaps.append(best - second)
+            decoded.best.append(best)
             if token in self._ends or len(decoded.tokens) == self._most:
                 break
             logits = cache.read(torch.tensor([token], device=prompt.device))[-1]

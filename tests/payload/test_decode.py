@@ -129,6 +129,24 @@ def oracle_for(target: Target, text: list[int], prompt: int, right: int) -> Orac
     return Oracle(config, target.head, text, prompt, right).eval().requires_grad_(False)
 
 
+def test_of_equal_logits_both_ways_to_decode_take_the_first(
+    told: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits the two best are equal at some tokens of a hundred: texts must not part for that."""
+    logits = told.logits
+
+    def tied(ids: Tensor, cache: Any, last: int = 0) -> Tensor:
+        found = torch.zeros_like(logits(ids, cache, last))
+        found[..., [3, 5]] = 4.0
+        return found
+
+    monkeypatch.setattr(told, "logits", tied)
+    decoder, prompt = Decoder(told, set(), 9), prompts()[0]
+    plain = decoder.plain(prompt)
+    assert plain.tokens == [3] * 9 and plain.gaps == [0.0] * 9 and plain.best == [4.0] * 9
+    assert decoder.speculative(prompt, drafter_for(told)).tokens == plain.tokens
+
+
 @pytest.mark.parametrize("right", range(BLOCK))
 def test_a_drafter_that_is_right_k_times_a_block_gives_k_plus_one_tokens_a_round(
     told: Target, right: int
