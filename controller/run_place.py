@@ -8,9 +8,9 @@ import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from controller import paths
 from controller.errors import LocalStateError
@@ -25,12 +25,17 @@ COMMAND_S: Final = 60.0
 """Longest time of a short remote command."""
 
 
+def _known(host: object) -> object:
+    """A place as this version knows it: another version of dflashctl may have written more of it."""
+    return {key: host[key] for key in Host.model_fields if key in host} if isinstance(host, dict) else host
+
+
 class RunPlace(BaseModel):
     """place.json: how to reach a run again."""
 
     model_config = ConfigDict(frozen=True)
 
-    host: Host
+    host: Annotated[Host, BeforeValidator(_known)]
     run_id: str
     run_dir: str
     payload_dir: str

@@ -232,6 +232,15 @@ def test_stopping_a_run_that_has_ended_says_so(host: Host) -> None:
     assert "the run has ended (finished)" in said
 
 
+def test_a_place_json_of_another_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    host = {"name": "gpu1", "kind": "local", "workspace": "/w", "of_a_later_version": {"a": 1}}
+    place = {"run_id": "r", "run_dir": "/w/runs/r", "payload_dir": "/w/p", "digest": "0", "python": "python3"}
+    record = place | {"host": host, "created": 1, "job_name": "demo", "also_later": True}
+    (tmp_path / "place.json").write_text(json.dumps(record))
+    read = RunPlace.read(tmp_path)
+    assert (read.host.name, read.host.workspace, read.run_dir) == ("gpu1", "/w", "/w/runs/r")
+
+
 def test_a_damaged_place_json_is_named(tmp_path: Path) -> None:
     (tmp_path / paths.PLACE).write_text("{}")
     with pytest.raises(LocalStateError, match=r"place\.json: is damaged \(host: Field required\)") as caught:
