@@ -206,13 +206,13 @@ def call(hook: Hook, told: Mapping[str, str]) -> str:
         )
     except OSError as error:
         return f"{hook.command[0]} cannot be run ({error.strerror})"
-    try:
-        said = last_line(process.communicate(timeout=hook.timeout_s)[1], "")
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.communicate()
-        return f"the command took more than {hook.timeout_s:g} s and was ended"
+    with process:  # closes its stderr, which something may hold that it left behind in a session of its own
+        try:
+            said = last_line(process.communicate(timeout=hook.timeout_s)[1], "")
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            return f"the command took more than {hook.timeout_s:g} s and was ended"
     if process.returncode:
         return f"the command ended with exit status {process.returncode}" + (f": {said}" if said else "")
     return ""

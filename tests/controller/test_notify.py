@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller.errors import InventoryError
-from controller.notify import EVENTS, Hook, hook_file, load_hook, notifying, shell
+from controller.notify import EVENTS, Hook, call, hook_file, load_hook, notifying, shell
 from remote_payload import rundir
 from tests.waiting import until
 
@@ -133,6 +133,20 @@ def test_a_hook_that_fails_is_one_line(folder: Folder, hook: Hook, said: str) ->
         folder.status("finished", exit_code=0)
     (line,) = folder.said
     assert line.startswith(said)
+
+
+def test_what_a_hook_that_was_ended_left_behind_is_not_waited_for(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    left = f"setsid sh -c 'while [ ! -e {go} ]; do sleep 0.05; done' & sleep 60"
+    said: list[str] = []
+    hook = Hook(shell(left), timeout_s=0.5)
+    caller = threading.Thread(target=lambda: said.append(call(hook, {})), daemon=True)
+    caller.start()
+    try:
+        until(lambda: said)
+    finally:
+        go.touch()
+    assert said == ["the command took more than 0.5 s and was ended"]
 
 
 def test_the_users_file_says_what_is_run_and_when(folder: Folder) -> None:
