@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,17 +138,26 @@ def send(
 def _send(process: Command, files: Sequence[Included], progress: Sent | None) -> None:
     sent, total = 0, sum(file.size for file in files)
     for file in files:
-        left = file.size  # as it was read before: a file that grows meanwhile must not shift the next
+        for data in _content(file):
+            process.send(data)
+            sent += len(data)
+            if progress is not None:
+                progress(sent, total)
+
+
+def _content(file: Included) -> Iterator[bytes]:
+    """As many bytes as it had when it was looked at: one that grows meanwhile must not shift the next."""
+    left = file.size
+    try:
         with file.path.open("rb") as stream:
             while left:
                 data = stream.read(min(_CHUNK, left))
                 if not data:
                     raise ShipError(f"{file.path}: became shorter while it was sent")
-                process.send(data)
                 left -= len(data)
-                sent += len(data)
-                if progress is not None:
-                    progress(sent, total)
+                yield data
+    except OSError as error:
+        raise ShipError(f"{file.path}: cannot be read any more ({error.strerror})") from error
 
 
 def _said(answer: dict[str, Any]) -> str:

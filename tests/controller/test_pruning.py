@@ -265,6 +265,14 @@ def test_a_file_that_changes_on_the_way_is_refused_and_leaves_nothing(
     assert list((Path(place.workspace) / "includes").iterdir()) == []
 
 
+def test_a_file_that_goes_on_the_way_is_named(place: Place, payload: Payload, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("before")
+    files = collect([tmp_path / "f"])
+    (tmp_path / "f").unlink()
+    with pytest.raises(ShipError, match=r"/f: cannot be read any more \(No such file or directory\)"):
+        send_all(place, payload, files)
+
+
 def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
     for name in ("../x", "/etc/passwd", "a/../../x", "", "a//b"):
         with pytest.raises(includes.IncludeError, match="is no name of an included file"):
