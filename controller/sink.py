@@ -25,11 +25,11 @@ class Sink:
         self._file = file
         self._digest = digest
         self._queue: queue.Queue[memoryview | None] = queue.Queue(_QUEUED)
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="sink", daemon=True)
 
     def put(self, data: memoryview) -> None:
-        """Take `data`; waits while too much of it waits. Raises the OSError of an earlier write."""
+        """Take `data`; waits while too much of it waits. Raises what an earlier write raised: OSError."""
         if self._error is not None:
             raise self._error
         self._queue.put(data)
@@ -63,5 +63,5 @@ class Sink:
                 if unsynced >= _UNSYNCED:
                     os.fsync(self._file.fileno())
                     unsynced = 0
-            except OSError as error:
+            except Exception as error:
                 self._error = error
