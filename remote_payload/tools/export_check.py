@@ -18,7 +18,8 @@ from torch import Tensor
 
 from remote_payload.job import JobError
 from remote_payload.train.devices import dtype_name
-from remote_payload.train.drafter import Drafter, DrafterConfig
+from remote_payload.train.drafter import DrafterConfig
+from remote_payload.train.evaluation import drafter_with
 from remote_payload.train.released import CONFIG, WEIGHTS, expected_shapes, read_released
 
 CONTEXTS = (1, 17, 64, 200)
@@ -122,11 +123,7 @@ def _logits(
     config: DrafterConfig, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Logits [blocks * B, rows] of a drafter of `tensors`, of random features, blocks and head."""
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    # Copies, since kernels add up in another order where memory is aligned otherwise, as in a mapped file.
-    own = {name: value.to(device, dtype, copy=True) for name, value in tensors.items()}
-    drafter.load_state_dict(own, assign=True)
+    drafter = drafter_with(config, tensors, device, dtype)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

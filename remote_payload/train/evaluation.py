@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -128,9 +128,12 @@ class Evaluation:
 
 
 def drafter_with(
-    config: DrafterConfig, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+    config: DrafterConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> Drafter:
     """A drafter of the sizes in `config` on `device` with a copy of `weights`, for decoding."""
-    drafter = Drafter(config).to(device, dtype)
-    drafter.load_state_dict(weights)
+    with torch.device("meta"):  # weights at random would take a core ten seconds for a billion of them
+        drafter = Drafter(config)
+    # Copies, since kernels add up in another order where memory is aligned otherwise, as in a mapped file.
+    own = {name: value.to(device, dtype, copy=True) for name, value in weights.items()}
+    drafter.load_state_dict(own, assign=True)
     return drafter.eval().requires_grad_(False)

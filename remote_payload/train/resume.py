@@ -5,9 +5,8 @@ needs is the weights, the optimizer and one number: the order of samples and the
 (seed, epoch, sample), so the number of the next batch says everything about the data.
 
 No generator's state is kept, because none matters: first weights come from a generator of the seed, anchors
-and order from generators of (seed, epoch, sample), and a step draws nothing. torch's default generators are
-left to whoever wants them (the evaluator's drafters draw weights there that are then overwritten), and a test
-shows that a run does not depend on them.
+and order from generators of (seed, epoch, sample), and a step draws nothing. A test shows that a run does not
+depend on torch's default generators.
 """
 
 from __future__ import annotations

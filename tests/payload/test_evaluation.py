@@ -12,7 +12,7 @@ import torch
 from remote_payload.train.dataset import Dataset
 from remote_payload.train.decode import Decoded, Decoder
 from remote_payload.train.drafter import Drafter, DrafterConfig, initialise
-from remote_payload.train.evaluation import Evaluation, HeldOutPrompt, held_out_prompts
+from remote_payload.train.evaluation import Evaluation, HeldOutPrompt, drafter_with, held_out_prompts
 from remote_payload.train.target import Target, read_config
 from tests.payload.test_target import write_target
 
@@ -214,3 +214,19 @@ def test_an_evaluation_that_is_told_to_end_reports_nothing(target: Target) -> No
     prompts = [HeldOutPrompt([n], "x") for n in (5, 6, 7)]
     assert Evaluation(prompts, {1}, 3).run(target, drafter_for(target), 0, once) is None
     assert asked == [1, 2]
+
+
+def test_a_drafter_for_decoding_has_copies_of_its_weights_and_draws_none_at_random(target: Target) -> None:
+    """Drawing them costs a core ten seconds for a billion numbers, at each evaluation."""
+    config = DrafterConfig.for_target(
+        target.model.config, layers=2, tap_layers=(1, 3), block_size=4, mask_token_id=66
+    )
+    given = Drafter(config)
+    initialise(given, torch.Generator().manual_seed(0))
+    weights, state = given.state_dict(), torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter = drafter_with(config, weights, CPU, dtype)
+        assert torch.get_rng_state().equal(state)
+        for name, parameter in drafter.named_parameters():
+            assert parameter.equal(weights[name].to(dtype)) and parameter.dtype == dtype
+            assert parameter.data_ptr() != weights[name].data_ptr() and not parameter.requires_grad
