@@ -16,13 +16,13 @@ from typing import Any
 from remote_payload import rundir
 from remote_payload.job import Job, JobError, load
 from remote_payload.job_paths import locate
-from remote_payload.train.checkpoint import RECORD
+from remote_payload.train.checkpoint import RECORD, damage
 from remote_payload.train.checkpoint_index import best_of, entries, find_checkpoint
 from remote_payload.train.contract import target_identity
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.evaluation import LOGIT_GAP
 from remote_payload.train.model_source import resolve_model
-from remote_payload.train.released import read_config
+from remote_payload.train.released import CONFIG, WEIGHTS, read_config
 from remote_payload.train.target import check_mask_token, special_ids
 from remote_payload.train.target import read_config as read_target_config
 
@@ -130,6 +130,9 @@ def _of_run(
     job: Job = load(run_dir / rundir.JOB)
     workspace = run_dir.absolute().parent.parent
     folder = chosen_checkpoint(run_dir, checkpoint, log)
+    wrong = damage(folder, only=(WEIGHTS, CONFIG))
+    if wrong is not None and folder.is_dir():  # a run that trains on may have removed it just now
+        raise JobError(f"{folder} is damaged ({wrong}); name another checkpoint")
     record = rundir.read_whole(folder / RECORD) or {}
     contract = record.get("contract")
     there = workspace / Path(job.target).expanduser()

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +126,18 @@ def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / rundir.CHECKPOINTS / f"step-{step}"
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, *, only: Collection[str] = ()) -> str | None:
     """What is wrong with a checkpoint, in a few words; None when every file is as it was written.
 
-    Reads all of it: 2.5 s for 1.4 GB on two busy cores.
+    Reads all of it (2.5 s for 1.4 GB on two busy cores), or the files `only`.
     """
     manifest = rundir.read_whole(folder / MANIFEST)
     files = manifest.get("files") if manifest else None
     if not isinstance(files, dict) or not {WEIGHTS, CONFIG, TRAINING, RECORD} <= files.keys():
         return f"no usable {MANIFEST}"
     for name, written in files.items():
+        if only and name not in only:
+            continue
         path = folder / name
         try:
             size = path.stat().st_size

@@ -340,6 +340,17 @@ def test_what_a_user_got_wrong_is_one_sentence_and_exit_code_2(
     assert out == "" and last.startswith("evaluate: ") and re.search(said, last), last
 
 
+def test_weights_that_are_not_what_the_run_wrote_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = run_dir / "checkpoints/step-5/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert tool.main([str(run_dir)]) == 2
+    assert "step-5 is damaged (model.safetensors is not what was written" in capsys.readouterr().err
+
+
 def test_records_of_shards_are_merged_by_the_command_as_well(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
