@@ -36,7 +36,7 @@ def place_request(run_dir: Path, name: str, content: bytes) -> None:
         raise ControlError(f"the content of request {name} is larger than {_MOST_BYTES} bytes")
     status = rundir.read_whole(run_dir / rundir.STATUS)
     if status is None:
-        raise ControlError(f"{run_dir}: no run here has a {rundir.STATUS}")
+        raise ControlError(f"{run_dir}: there is no run (no {rundir.STATUS}); was it removed?")
     if identity.state_of(status.get("supervisor"), status.get("boot_id")) != "alive":
         ended = status.get("state") in rundir.ENDED
         word = f"the run has ended ({status.get('state')})" if ended else "the run's supervisor is gone"

@@ -50,7 +50,7 @@ def resume(run_dir: Path, run: Mapping[str, Any], changes: Mapping[str, Any], by
     """
     before = rundir.read_whole(run_dir / rundir.RUN)
     if before is None:
-        raise StartError(f"{run_dir}: no run here has a {rundir.RUN}")
+        raise StartError(f"{run_dir}: there is no run (no {rundir.RUN}); was it removed? Launch a new one")
     with _alone(run_dir):
         status = rundir.read_whole(run_dir / rundir.STATUS) or {}
         for who in alive(status):

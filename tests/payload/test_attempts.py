@@ -271,7 +271,7 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_once_its_trainer_is_gone(p
 
 def test_what_is_no_run_is_not_resumed(place: Place) -> None:
     done = place.command("resume", str(place.workspace), stdin=b"{}")
-    assert "no run here has a run.json" in json.loads(done.stdout)["error"]
+    assert "there is no run (no run.json); was it removed?" in json.loads(done.stdout)["error"]
 
 
 @pytest.mark.slow
