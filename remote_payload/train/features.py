@@ -19,7 +19,9 @@ from torch import Tensor
 from remote_payload.job import JobError
 from remote_payload.train.allocated_file import allocate
 from remote_payload.train.batch import Batch
+from remote_payload.train.contract import target_identity
 from remote_payload.train.dataset import Dataset
+from remote_payload.train.drafter import DrafterConfig
 
 CACHED = torch.bfloat16
 """The type in which features are kept on disk."""
@@ -64,17 +66,17 @@ class FeatureCache:
         """Open or create the cache in `folder`; `width` is W. Raises JobError when the disk is too small."""
         self._offsets = np.concatenate([[0], np.cumsum(dataset.lengths)])
         size = int(self._offsets[-1]) * width
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "features.bin"
         present = folder / "present.bin"
-        missing = 2 * size - (512 * path.stat().st_blocks if path.exists() else 0)
-        free = shutil.disk_usage(folder).free
-        if missing > free:
-            raise JobError(
-                f"features = 'cached' needs {missing / 2**30:.1f} GiB in {folder}, and {free / 2**30:.1f} GiB"
-                f" are free; use features = 'online'"
-            )
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            missing = 2 * size - (512 * path.stat().st_blocks if path.exists() else 0)
+            free = shutil.disk_usage(folder).free
+            if missing > free:
+                raise JobError(
+                    f"features = 'cached' needs {missing / 2**30:.1f} GiB in {folder}, and"
+                    f" {free / 2**30:.1f} GiB are free; use features = 'online'"
+                )
             allocate(path, 2 * size)
             allocate(present, len(dataset))
         except OSError as error:
@@ -88,24 +90,18 @@ class FeatureCache:
 
     @staticmethod
     def key(
-        dataset: Sequence[Path],
-        target: str,
-        tap_layers: tuple[int, ...],
-        dtype: torch.dtype,
-        last_hidden: bool = False,
+        dataset: Sequence[Path], target: Path, config: DrafterConfig, dtype: torch.dtype, last_hidden: bool
     ) -> str:
         """Names a cache by all that its content depends on; reads the dataset's files once.
 
-        A folder may hold another model tomorrow, so the size and time of its weights are in the name too.
+        The mask token is of it: a sample whose answer holds that is kept as one of pads.
         """
         digest = hashlib.sha256()
         for path in dataset:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        files = [(path.name, path.stat()) for path in sorted(Path(target).glob("*.safetensors"))]
-        weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-        columns = (*tap_layers, *(["last hidden"] if last_hidden else []))
-        digest.update(repr((target, weights, columns, str(dtype), torch.__version__)).encode())
+        depends = (target_identity(target), config.tap_layers, config.mask_token_id, last_hidden)
+        digest.update(repr((depends, str(dtype), torch.__version__)).encode())
         return digest.hexdigest()[:16]
 
     @property

@@ -134,7 +134,7 @@ def prepare(
         findings=Findings(len(dataset), run_dir / FINDINGS.format(dataset.fingerprint)),
     )
     statistics = Statistics(job.block_size, len(job.bucket_edges) - 1)
-    cache = open_cache(job, dataset, str(model), config, workspace, log)
+    cache = open_cache(job, dataset, model, config, workspace, log)
     evaluation = open_evaluation(
         job, workspace, dataset, special_ids(model, text)["eos_token_id"], text.vocab_size, log
     )
@@ -231,14 +231,14 @@ def find_initial(job: Job, config: DrafterConfig, workspace: Path, log: Log) -> 
 
 
 def open_cache(
-    job: Job, dataset: Dataset, model: str, config: DrafterConfig, workspace: Path, log: Log
+    job: Job, dataset: Dataset, model: Path, config: DrafterConfig, workspace: Path, log: Log
 ) -> FeatureCache | None:
     """The feature cache, when the job wants one."""
     if job.features != "cached":
         return None
     dtype = compute_dtype(job.target_dtype, torch.device(job.targets[0]))
     last_hidden = needs_teacher(job)
-    key = FeatureCache.key(dataset.files, model, config.tap_layers, dtype, last_hidden)
+    key = FeatureCache.key(dataset.files, model, config, dtype, last_hidden)
     columns = (len(config.tap_layers) + last_hidden) * config.width
     cache = FeatureCache(workspace / "cache" / "features" / key, dataset, columns)
     log(f"Features are kept in {cache.path} ({100 * cache.present_share:.0f}% there already)")

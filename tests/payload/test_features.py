@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from remote_payload.job import JobError
 from remote_payload.train.allocated_file import allocate
 from remote_payload.train.dataset import Dataset
+from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.features import FeatureCache, pack
+from remote_payload.train.target import read_config
 from tests.payload.test_target import write_target
 from tests.payload.tiny import random_samples, write_arrow
 
@@ -99,6 +101,9 @@ def test_the_cache_has_its_room_on_the_disk_at_once_so_that_a_full_disk_is_an_er
     with pytest.raises(JobError, match=r"cannot be had in .* \(No space left on device\); use features"):
         FeatureCache(tmp_path / "other", dataset, WIDTH)
     assert list((tmp_path / "other").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError, match=r"cannot be had in .*file/below \(Not a directory\); use features"):
+        FeatureCache(tmp_path / "file" / "below", dataset, WIDTH)
 
 
 def test_what_a_longer_file_held_stays_when_it_is_allocated_again(tmp_path: Path) -> None:
@@ -112,7 +117,7 @@ def test_what_a_longer_file_held_stays_when_it_is_allocated_again(tmp_path: Path
 
 def test_a_cache_is_named_by_all_that_its_content_depends_on(tmp_path: Path, dataset: Dataset) -> None:
     model = write_target(tmp_path / "model")
-    other = write_target(tmp_path / "other")
+    other = write_target(tmp_path / "other", hidden_size=32)
     samples, prompts = random_samples(5, seed=1)
     second = write_arrow(tmp_path / "b.arrow", samples, prompts)
 
@@ -120,14 +125,38 @@ def test_a_cache_is_named_by_all_that_its_content_depends_on(tmp_path: Path, dat
         data: Path = dataset.path,
         target: Path = model,
         taps: tuple[int, ...] = (1, 3),
+        mask_token_id: int = 66,
         dtype: torch.dtype = torch.float32,
+        last_hidden: bool = False,
     ) -> str:
-        return FeatureCache.key([data], str(target), taps, dtype)
+        config = DrafterConfig.for_target(
+            read_config(target), layers=1, tap_layers=taps, block_size=4, mask_token_id=mask_token_id
+        )
+        return FeatureCache.key([data], target, config, dtype, last_hidden)
 
     first = key()
-    assert key() == first
-    changed = [key(second), key(target=other), key(taps=(1, 2)), key(dtype=torch.bfloat16)]
-    assert len({first, *changed}) == 5
-    weights = model / "model.safetensors"
-    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 10**9))
-    assert key() != first  # the folder may hold another model by now
+    assert key() == first == key(target=shutil.copytree(model, tmp_path / "copy"))
+    changed = [
+        *(key(second), key(target=other), key(taps=(1, 2)), key(dtype=torch.bfloat16)),
+        key(last_hidden=True),
+        key(mask_token_id=65),  # a sample whose answer holds the mask token is kept as one of pads
+    ]
+    assert len({first, *changed}) == 7
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_features_of_a_target_that_was_changed_in_place_are_not_taken_for_its_own(
+    tmp_path: Path, dataset: Dataset, file: str
+) -> None:
+    model = write_target(tmp_path / "model")
+    config = DrafterConfig.for_target(
+        read_config(model), layers=1, tap_layers=(1,), block_size=4, mask_token_id=66
+    )
+    before = FeatureCache.key([dataset.path], model, config, torch.float32, False)
+    times = (model / file).stat()
+    content = bytearray((model / file).read_bytes())
+    at = content.index(b"10000") if file == "config.json" else len(content) - 1
+    content[at] ^= 1  # another rotary base, another weight
+    (model / file).write_bytes(content)
+    os.utime(model / file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert FeatureCache.key([dataset.path], model, config, torch.float32, False) != before
