@@ -28,6 +28,9 @@ RESTING_S = 10.0
 PERIOD_S = 0.5
 """Between two looks for new bytes."""
 
+TROUBLED_S = 5.0
+"""Until the next try after one that failed."""
+
 AROUND = 400
 """Lines of a page before and behind the place where the view stands."""
 
@@ -189,8 +192,10 @@ class LogFeed:
                 if not self._requests:
                     self._look()
             except Exception as error:  # a defect of ours: said, and the next look tries again
-                self._say(f"the log cannot be read: {type(error).__name__}: {error}")
-                self._wake.wait(5.0)
+                said = f"the log cannot be read: {type(error).__name__}: {error}"
+                self._deliver(LogPage(ticket=-1, note=said))  # no page of lines: making one may be what fails
+                self._wake.clear()
+                self._wake.wait(TROUBLED_S)
 
     def _serve(self) -> None:
         while self._requests and not self._stopped:

@@ -20,7 +20,8 @@ class LogPage:
     """Lines in a row, of one moment; a place in the log is the byte where its line begins."""
 
     ticket: int = 0
-    """The number of the view's request that it answers: one that answers an older request is passed over."""
+    """The number of the view's request that it answers: one that answers another is passed over but for its
+    `note`."""
     rows: tuple[Row, ...] = ()
     at_start: bool = True
     """Whether there is nothing to show before the rows."""
