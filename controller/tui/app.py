@@ -231,6 +231,7 @@ class RunApp(RunActions):
         if self.mirror is not None:
             self.mirror.start()
         self._directory, self._state = directory, RunState()
+        self.asked_checkpoint = None
         self._taken_at = time.monotonic()
         self._ticker = self._new_ticker(directory)
         self._run_screen = RunScreen(self._keys)

@@ -70,8 +70,8 @@ class RunActions(App[int]):
         def look_at_run(self, directory: Path) -> None:
             """Show another run."""
 
-    _asked_checkpoint: int | None = None
-    """The newest checkpoint when one was asked for; None: none is awaited."""
+    asked_checkpoint: float | None = None
+    """When one was asked for of the run that is shown, by the container's clock; None: none is awaited."""
 
     def _begin(self, work: str, function: Any) -> None:
         from controller.run_place import RunPlace
@@ -124,8 +124,7 @@ class RunActions(App[int]):
         if state.progress is None:
             self.say("nothing is known of its training yet; no checkpoint was asked for")
             return
-        step = state.progress.checkpoint_step
-        self._asked_checkpoint = -1 if step is None else step
+        self.asked_checkpoint = state.now + state.clock_difference_s
         self.say("asking for a checkpoint ...")
         self._begin("checkpoint", ask_for_checkpoint)
 
@@ -154,7 +153,7 @@ class RunActions(App[int]):
     @on(background.Done)
     def _on_asked(self, message: background.Done) -> None:
         if message.error:
-            self._asked_checkpoint = None
+            self.asked_checkpoint = None
             self._refused(message.error, message.hint)
         elif message.work == "stop":
             self.say("asked to stop: it writes a checkpoint and ends")
@@ -162,13 +161,13 @@ class RunActions(App[int]):
             self.say("asked for a checkpoint; it is said here when it is written")
 
     def notice_checkpoint(self, state: RunState) -> None:
-        """Say when the checkpoint that was asked for is written."""
-        if self._asked_checkpoint is None or state.progress is None:
+        """Say what came of the checkpoint that was asked for."""
+        asked = self.asked_checkpoint
+        if asked is None:
             return
-        newest = state.progress.checkpoint_step
-        if state.progress.checkpoint_error:
-            self._asked_checkpoint = None
-            self.say(f"the checkpoint could not be written: {state.progress.checkpoint_error}")
-        elif newest is not None and newest > self._asked_checkpoint:
-            self._asked_checkpoint = None
-            self.say(f"checkpoint of step {figures.count(newest)} is written")
+        for event in state.history.events:
+            if event.kind in ("checkpoint", "checkpoint_failed") and event.t is not None and event.t > asked:
+                self.asked_checkpoint = None
+                written = f"checkpoint of step {figures.count(event.step)} is written"
+                self.say(written if event.kind == "checkpoint" else event.line)
+                return

@@ -207,11 +207,34 @@ async def test_a_checkpoint_that_was_asked_for_is_told_when_it_is_written(
         pilot.app.tick()
         await pilot.pause()
         assert "is written" not in screen_text(pilot).replace("when it is written", "")
-        assert run.progress is not None
-        run.progress["checkpoint"] = {"step": 12_346, "t": golden.NOW}
+        run.events.append({"kind": "checkpoint", "step": 12_346, "t": golden.NOW + golden.AHEAD + 3})
         run.write(directory)
         pilot.app.tick()
         await until(pilot, shows(pilot, "checkpoint of step 12,346 is written"))
+
+
+async def test_a_checkpoint_that_fails_is_told_and_one_that_failed_before_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_actions, "ask_for_checkpoint", lambda place: None)
+    run = golden.healthy()
+    assert run.progress is not None
+    failure = {"kind": "checkpoint_failed", "step": 12_000, "error": "No space left", "t": golden.NOW}
+    run.progress["checkpoint_error"] = "step 12000: No space left"
+    run.events.append(failure)
+    directory = known(run)
+    async with app_on(directory).run_test(size=(100, 30)) as pilot:
+        await until(pilot, shows(pilot, "The newest checkpoint could not be written."))
+        await pilot.press("c")
+        await until(pilot, shows(pilot, "asked for a checkpoint; it is said here when it is written"))
+        assert isinstance(pilot.app, RunApp)
+        pilot.app.tick()
+        await pilot.pause()
+        assert "asked for a checkpoint" in screen_text(pilot)
+        run.events.append(failure | {"step": 12_346, "t": golden.NOW + golden.AHEAD + 3})
+        run.write(directory)
+        pilot.app.tick()
+        await until(pilot, shows(pilot, "checkpoint of step 12,346 not written: No space left"))
 
 
 async def test_a_run_that_has_ended_is_not_asked_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
