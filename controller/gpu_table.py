@@ -22,8 +22,10 @@ def table(listing: Mapping[str, Any]) -> str:
     if len(rows) == 1:
         return f"no GPU ({safe_line(str(listing['why']))})"
     lines = [figures.clock(listing["t"])] if listing.get("t") else []
-    problem = listing.get("why")
-    return "\n".join([*lines, *aligned(rows), *reasons, *([safe_line(str(problem))] if problem else [])])
+    problem = safe_line(str(listing.get("why") or ""))
+    if problem and not any(problem in reason for reason in reasons):
+        reasons[problem] = None
+    return "\n".join([*lines, *aligned(rows), *reasons])
 
 
 def _row(gpu: Mapping[str, Any]) -> tuple[str, ...]:
@@ -31,12 +33,15 @@ def _row(gpu: Mapping[str, Any]) -> tuple[str, ...]:
         value = gpu.get(key)
         return form.format(value * scale) if isinstance(value, int | float) else "-"
 
+    def of(part: str, whole: str) -> str:
+        return "-" if part == whole == "-" else f"{part}/{whole}"
+
     return (
         str(gpu.get("index", "-")),
         safe_line(str(gpu.get("name") or "-")),
-        f"{shown('memory_used_gib', '{:.1f}')}/{shown('memory_total_gib', '{:.0f} GiB')}",
+        of(shown("memory_used_gib", "{:.1f}"), shown("memory_total_gib", "{:.0f} GiB")),
         shown("utilization_share", "{:.0f} %", 100),
-        f"{shown('power_w', '{:.0f}')}/{shown('power_limit_w', '{:.0f} W')}",
+        of(shown("power_w", "{:.0f}"), shown("power_limit_w", "{:.0f} W")),
         shown("temperature_c", "{:.0f} °C"),
         safe_line(", ".join(gpu.get("runs", []))),
     )

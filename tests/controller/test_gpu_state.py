@@ -112,3 +112,11 @@ def test_a_listing_of_gpus_says_when_it_is_of_and_goes_without_a_time_that_no_ca
     gpu = {"index": 0, "name": "NVIDIA H200", "memory_used_gib": 1.0, "memory_total_gib": 139.8, "runs": []}
     for t, first in ((0.0, "GPU"), (1e20, "--:--:--")):
         assert gpu_table.table({"gpus": [gpu], "why": None, "t": t}).startswith(first)
+
+
+def test_a_listing_says_once_why_a_gpu_has_no_values() -> None:
+    fell = "Unable to determine the device handle: GPU is lost"
+    gone: dict[str, object] = {"index": 1, "name": None, "runs": [], "why": {"all": fell}}
+    shown = gpu_table.table({"gpus": [gone], "why": fell, "t": None})
+    assert shown.splitlines()[1:] == ["1    -     -       -     -      -", f"GPU 1: {fell}"]
+    assert gpu_table.table({"gpus": [gone], "why": "NVML differs", "t": None}).endswith("\nNVML differs")
