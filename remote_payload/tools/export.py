@@ -14,6 +14,7 @@ A float32 export has the optimizer's masters, which a GPU run's checkpoint keeps
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -40,6 +41,7 @@ from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint_index import EVALUATION
 from remote_payload.train.devices import DTYPES, dtype_name, resolve_devices
 from remote_payload.train.drafter import Drafter, DrafterConfig
+from remote_payload.train.event_log import events_of
 from remote_payload.train.released import CONFIG, WEIGHTS, read_released, released_config
 from remote_payload.train.weights import FlatWeights
 
@@ -234,15 +236,11 @@ def _card(
 
 def _last_event(run_dir: Path, kind: str, step: int | None = None) -> dict[str, Any] | None:
     """The newest event of `kind` (and of `step`, if given); None when there is none."""
-    mark, found = f'"{kind}"'.encode(), None
-    try:
-        with (run_dir / rundir.EVENTS).open("rb") as file:
-            for line in file:
-                record = rundir.decode(line) if mark in line else None
-                if record and record.get("kind") == kind and step in (None, record.get("step")):
-                    found = record
-    except OSError:
-        return None
+    found = None
+    with contextlib.suppress(OSError):
+        for record in events_of(run_dir, kind):
+            if step in (None, record.get("step")):
+                found = record
     return found
 
 

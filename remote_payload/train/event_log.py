@@ -1,12 +1,28 @@
-"""`events.jsonl` as the trainer writes it: a disk without room costs events, and not the run."""
+"""`events.jsonl` as the trainer writes it, and as later attempts and tools look back at it.
+
+A disk without room costs events, and not the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from remote_payload.rundir import RecordWriter
+from remote_payload.rundir import EVENTS, RecordWriter, decode
+
+
+def events_of(run_dir: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The events of one `kind`, of all attempts, in their order; other lines are not parsed.
+
+    Raises OSError when the file cannot be read.
+    """
+    mark = f'"{kind}"'.encode()
+    with (run_dir / EVENTS).open("rb") as file:
+        for line in file:
+            record = decode(line) if mark in line else None
+            if record is not None and record.get("kind") == kind:
+                yield record
 
 
 class EventLog(RecordWriter):

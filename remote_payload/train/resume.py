@@ -19,16 +19,15 @@ from typing import Any
 from safetensors.torch import load_file
 
 from remote_payload.job import JobError
-from remote_payload.rundir import CHECKPOINTS, EVENTS, decode
+from remote_payload.rundir import CHECKPOINTS
 from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint import TRAINING
 from remote_payload.train.checkpoint_index import Best
 from remote_payload.train.contract import Contract, check_contract
 from remote_payload.train.evaluation import Report
+from remote_payload.train.event_log import events_of
 from remote_payload.train.replica import Replica
 from remote_payload.train.run import Log, Run
-
-_EVALUATION = b'"eval"'
 
 FORMAT = 1
 """Of `training.json` and the tensors beside it; raise it when an older one cannot be continued."""
@@ -164,10 +163,7 @@ def earlier_reports(run_dir: Path, step: int) -> list[Report]:
     An evaluation may end after the checkpoint of its step was written, so no checkpoint can hold it.
     """
     found: list[Report] = []
-    with (run_dir / EVENTS).open("rb") as file:
-        for line in file:
-            record = decode(line) if _EVALUATION in line else None
-            if record is None or record.get("kind") != "eval" or record["step"] > step:
-                continue
-            found = [*found[:1], Report(tau=record["tau"], record=record, not_lossless=())]
+    for record in events_of(run_dir, "eval"):
+        if record["step"] <= step:
+            found = [*found[:1], Report(tau=record["tau"], record=record)]
     return found

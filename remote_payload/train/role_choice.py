@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from remote_payload.job import Job
-from remote_payload.rundir import EVENTS, RecordWriter, decode
+from remote_payload.rundir import RecordWriter
+from remote_payload.train.event_log import events_of
 from remote_payload.train.role_times import MeasuredRoles
 from remote_payload.train.roles import RoleTimes, Split, splits
 from remote_payload.train.run import Log
@@ -27,8 +28,6 @@ AUTO = "auto"
 
 SHOWN = 5
 """Splits whose arithmetic is said, the best ones."""
-
-_KIND = b'"roles"'
 
 
 def settle_roles(
@@ -87,15 +86,10 @@ def visible_devices() -> list[str]:
 
 def earlier_choice(run_dir: Path, gpus: list[str]) -> tuple[list[str], list[str]] | None:
     """Targets and drafters that an earlier attempt chose of the same `gpus`, from the run's own events."""
-    newest = None
-    with (run_dir / EVENTS).open("rb") as file:
-        for line in file:
-            record = decode(line) if _KIND in line else None
-            if record is not None and record.get("kind") == "roles" and record["taken"]:
-                newest = record
-    if newest is None or newest["gpus"] != gpus:
+    taken = [record for record in events_of(run_dir, "roles") if record["taken"]]
+    if not taken or taken[-1]["gpus"] != gpus:
         return None
-    return newest["targets"], newest["drafters"]
+    return taken[-1]["targets"], taken[-1]["drafters"]
 
 
 def _say(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from remote_payload import rundir
-from remote_payload.train.event_log import EventLog
+from remote_payload.train.event_log import EventLog, events_of
 
 
 def test_events_without_room_are_left_out_and_counted_when_there_is_room_again(
@@ -33,3 +33,15 @@ def test_events_without_room_are_left_out_and_counted_when_there_is_room_again(
         "events.jsonl cannot be written: No space left on device; the run goes on without it",
         "events.jsonl is written again; 2 events are lost",
     ]
+
+
+def test_events_of_a_kind_are_found_among_others_that_name_it_and_among_cut_lines(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / rundir.EVENTS, attempt=1, log=print)
+    events.write("eval", step=3)
+    events.write("step", what="eval", step=4)
+    with (tmp_path / rundir.EVENTS).open("ab") as file:
+        file.write(b'{"kind": "eval", "st\n')
+    events.write("eval", step=9)
+    events.close()
+    assert [record["step"] for record in events_of(tmp_path, "eval")] == [3, 9]
+    assert list(events_of(tmp_path, "roles")) == []
