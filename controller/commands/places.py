@@ -104,7 +104,6 @@ def gpus(
     from controller.gpu_table import table
     from controller.place import open_place
     from controller.ship import pack, start
-    from controller.text import safe_line
 
     chosen = where.chosen(host)
     listed: dict[str, Any] = {}
@@ -126,8 +125,6 @@ def gpus(
         raise PayloadEnvironmentError(
             f"{chosen.name}: its GPUs could not be listed", f"See: dflashctl doctor --host {chosen.name}"
         )
-    if listed["why"] and not listed["gpus"]:
-        say(f"{chosen.name}: no GPU can be used: {safe_line(str(listed['why']))}")
     return 0
 
 
