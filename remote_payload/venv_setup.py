@@ -32,14 +32,16 @@ _LOOK_S: Final = 120.0
 _BEAT_S: Final = 5.0
 _UV: Final = ("~/.local/bin", "~/.cargo/bin", "/usr/local/bin", "/root/.local/bin")
 _LIST_PACKAGES: Final = """\
-import importlib.metadata, json, os, re
+import csv, importlib.metadata, json, os, re
 found, damaged = {}, []
 for d in importlib.metadata.distributions():
     name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()
     if not name:
         continue
     found.setdefault(name, d.version)
-    if d.files is None or not all(os.path.exists(d.locate_file(f)) for f in d.files if f.suffix != ".pyc"):
+    record = d.read_text("RECORD") or ""  # d.files leaves out what is not there, from Python 3.12 on
+    files = [row[0] for row in csv.reader(record.splitlines()) if row and not row[0].endswith(".pyc")]
+    if (not record and d.files is None) or not all(os.path.exists(d.locate_file(f)) for f in files):
         damaged.append(name)
 print(json.dumps([found, sorted(set(damaged))]))
 """
