@@ -24,7 +24,7 @@ PAYLOAD = Path(__file__).resolve().parent
 SUPERVISOR_ERRORS = "supervisor.err"
 """The supervisor's own stderr in the run directory: empty unless it fails itself. Never mirrored."""
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 25.0
 
 
 class StartError(Exception):
@@ -113,7 +113,7 @@ def _one_at_a_time(runs: Path) -> Iterator[None]:
 def detach(run_dir: Path, attempt: int) -> int:
     """Start the supervisor of `attempt`, wait until it has written its first status, and return its pid.
 
-    Raises StartError when it ends before that, or takes longer than 10 s.
+    Raises StartError when it ends before that, or takes longer than `_PATIENCE_S`.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     errors = os.open(run_dir / SUPERVISOR_ERRORS, flags, 0o600)

@@ -30,7 +30,7 @@ from remote_payload import identity, rundir
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-TIMING = dataclasses.replace(Timing.scaled(0.05), silence_s=60.0, fill_s=60.0)
+TIMING = dataclasses.replace(Timing.scaled(0.05), silence_s=60.0, fill_s=60.0, scale=0.2)
 """Quick, but for the waits that only a break or an old feed lets end: a busy machine is neither."""
 
 HOLDER = """
@@ -41,7 +41,7 @@ from controller.mirror import Mirror
 from controller.place import open_place
 from controller.timing import Timing
 host = Host(name="local", kind="local")
-timing = dataclasses.replace(Timing.from_environment(), silence_s=60.0, fill_s=60.0)
+timing = dataclasses.replace(Timing.from_environment(), silence_s=60.0, fill_s=60.0, scale=0.2)
 mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host), timing=timing)
 mirror.start()
 while mirror.running:
@@ -73,7 +73,7 @@ from controller.mirror import Mirror
 from controller.place import open_place
 from controller.timing import Timing
 host = Host(name="local", kind="local")
-timing = dataclasses.replace(Timing.from_environment(), silence_s=60.0, fill_s=60.0)
+timing = dataclasses.replace(Timing.from_environment(), silence_s=60.0, fill_s=60.0, scale=0.2)
 mirror = Mirror(Path(sys.argv[1]), place_opener=lambda: open_place(host), timing=timing)
 mirror.start()
 code = follow_log(Path(sys.argv[1]), follow=True, tail=None, out=sys.stdout.buffer, mirror=mirror)
