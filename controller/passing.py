@@ -1,8 +1,9 @@
 """A command in a place with our own stdin, stdout and stderr: every byte passed on, its code returned.
 
 Ctrl-C goes to what runs there: INT at the first, TERM at the second, KILL at the third; so do TERM and HUP
-to us, which end it for good. What it left behind with our pipes in its hands is not waited for then. Nothing
-here has a terminal, so nothing changes a byte.
+to us, which end it for good. What it left behind with our pipes in its hands is not waited for then. While a
+connection is still being made nothing runs there: then the second Ctrl-C, or two seconds after the first, are
+the end. Nothing here has a terminal, so nothing changes a byte.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from controller.errors import ConnectionLostError, PayloadEnvironmentError
 from controller.place import Command, Place
 
 _POLL_S: Final = 0.1
+_BEGIN_S: Final = 2.0
+"""From a Ctrl-C to the end of an attempt to connect: what has begun there by then is told."""
 _END_S: Final = 5.0
 """From the TERM that ends it because we were told to end, to the KILL."""
 _LOOK_S: Final = 1.0
@@ -91,6 +94,7 @@ def pass_through(place: Place, argv: Sequence[str], *, first: bytes = b"", stdin
     out, err = sys.stdout.buffer, sys.stderr.buffer
     with _Signals() as signals:
         command = place.start(argv)
+        signals.begun = True
         feeder = threading.Thread(target=_feed, args=(command, first, stdin), daemon=True)
         feeder.start()
         try:
@@ -137,6 +141,8 @@ class _Signals:
     """Meanwhile Ctrl-C, TERM and HUP are counted and delivered, and do not break a call off."""
 
     def __init__(self) -> None:
+        self.begun = False
+        """Whether there is something to deliver them to."""
         self._interrupts = 0
         self._delivered = 0
         self._ending: float | None = None
@@ -156,9 +162,18 @@ class _Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self._interrupts += 1
+            if not self.begun and self._interrupts > 1:
+                raise KeyboardInterrupt
+            if not self.begun:
+                threading.Thread(target=self._give_up, daemon=True).start()
         elif self._ending is None:
             self._interrupts = max(self._interrupts, 2)
             self._ending = time.monotonic() + _END_S
+
+    def _give_up(self) -> None:
+        time.sleep(_BEGIN_S)
+        if not self.begun:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def deliver(self, place: Place, command: Command) -> int | None:
         """Send what was asked for since, and look later whether it has ended all; its code if so.

@@ -1,1 +1,1 @@
-"""The commands of the command line, by what they are about; `controller/cli.py` has the table of them."""
+"""The commands of the command line, by what they are about; `table.py` has the table of them."""

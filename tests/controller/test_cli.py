@@ -4,13 +4,15 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from controller.cli import app, loudness_first
+from controller.cli import loudness_first
+from controller.commands.table import app
 from tests.dflashctl import ROOT, command, dflashctl, environment
 from tests.waiting import until
 
@@ -322,15 +324,69 @@ def test_ctrl_c_ends_it_quietly_with_a_code_of_its_own(env: dict[str, str], tmp_
 
 def test_ctrl_c_while_the_words_are_read_has_the_same_code(env: dict[str, str]) -> None:
     code = (
-        "import sys, controller.cli as cli\n"
+        "import sys, typer.core, controller.cli as cli\n"
         "def interrupted(*a, **k): raise KeyboardInterrupt\n"
-        "cli.typer.core.TyperGroup.parse_args = interrupted\n"
+        "typer.core.TyperGroup.parse_args = interrupted\n"
         "sys.exit(cli.main(['runs']))"
     )
     argv = [*command()[:2], code]
     done = subprocess.run(argv, env=environment(env), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (80, "")
     assert done.stderr == "\ninterrupted; a run that was started goes on\n"
+
+
+def test_ctrl_c_breaks_off_a_connection_that_nobody_answers(env: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        where = ["--host", "127.0.0.1", "--kind", "ssh", "--port", str(mute.getsockname()[1])]
+        process = subprocess.Popen(
+            command("exec", *where, "--", "true"),
+            env=environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with mute.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (80, b"")
+    assert err == b"\ninterrupted; a run that was started goes on\n"
+
+
+INTERRUPTS_ITSELF = """\
+import atexit, os, signal, sys
+def interrupt(): os.kill(os.getpid(), signal.SIGINT)
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            interrupt()
+sys.meta_path.insert(0, Finder())
+from controller.cli import main
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "pydantic.errors", "controller.listing"])
+def test_ctrl_c_in_the_midst_of_an_import_waits_for_its_end(env: dict[str, str], module: str) -> None:
+    code = INTERRUPTS_ITSELF + "sys.exit(main(['runs']))"
+    argv = [sys.executable, "-c", code, module]
+    done = subprocess.run(argv, env=environment(env), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (80, "\ninterrupted; a run that was started goes on\n")
+
+
+def test_a_second_ctrl_c_waits_for_no_import(env: dict[str, str]) -> None:
+    code = INTERRUPTS_ITSELF.replace("interrupt()\nsys", "interrupt(); interrupt(); signal.pause()\nsys")
+    argv = [sys.executable, "-c", code + "sys.exit(main(['runs']))", "typer"]
+    done = subprocess.run(argv, env=environment(env), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (80, "\ninterrupted; a run that was started goes on\n")
+
+
+def test_ctrl_c_after_the_command_is_done_changes_nothing_any_more(env: dict[str, str]) -> None:
+    code = "atexit.register(interrupt)  # runs last\nsys.exit(main(['runs']))"
+    code = INTERRUPTS_ITSELF + code
+    done = subprocess.run(
+        [sys.executable, "-c", code, "none"], env=environment(env), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("arguments", [["runs"], ["--help"], ["launch", "--dry-run", "-q"]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from controller.cli import app
+from controller.commands.table import app
 from controller.inventory import parse
 from remote_payload.job import Job
 
