@@ -21,7 +21,7 @@ from textual.screen import ModalScreen
 
 from controller.errors import DflashctlError
 from controller.tui.line_widgets import Lines, LineView
-from controller.tui.lines import line
+from controller.tui.lines import line, remote
 from controller.tui.palette import CHOSEN, HEADING, KEY, LABEL, VALUE, WARN
 from controller.tui.run_list import RunRow, run_rows, run_table
 
@@ -114,16 +114,15 @@ class RunPicker(ModalScreen[Path | None]):
             mirror.stop(0.0)
 
     def _look(self) -> None:
+        rows = self._rows
         try:
             rows = run_rows(self._clock())
+            self.post_message(self.Looked(rows))
+            self._keep_up(rows)
         except DflashctlError as error:
             self.post_message(self.Looked((), error.message))
-            return
         except Exception as error:  # a defect must be seen and not end the looking
-            self.post_message(self.Looked(self._rows, f"{type(error).__name__}: {error}"))
-            return
-        self.post_message(self.Looked(rows))
-        self._keep_up(rows)
+            self.post_message(self.Looked(rows, f"{type(error).__name__}: {error}"))
 
     def _keep_up(self, rows: Sequence[RunRow]) -> None:
         """Mirrors for the newest runs that have not ended."""
@@ -171,7 +170,7 @@ class RunPicker(ModalScreen[Path | None]):
         view.set_lines(marked or [line(("  none is known: dflashctl launch starts one", LABEL))])
         title = line(("Runs", HEADING), (f"  {len(self._rows)} known here, newest first", LABEL))
         if error:
-            title.append(f"  {error}", style=WARN)
+            title.append_text(remote(f"  {error}", WARN))
         self.query_one("#picker-title", Lines).set_lines([title])
         self.query_one("#picker-names", Lines).set_lines([Text("  ").append_text(names)])
 

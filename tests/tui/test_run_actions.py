@@ -157,6 +157,18 @@ def test_a_damaged_mirror_is_still_a_row() -> None:
     assert row.run_id == "1129-a7f3"
 
 
+async def test_a_mirror_that_cannot_be_begun_is_told_and_the_picker_goes_on_looking() -> None:
+    first, _ = two_hosts()
+
+    def opener(directory: Path) -> Mirrored:
+        raise RuntimeError("can't start new thread")
+
+    async with app_on(first, opener=opener, mirror=Mirrored(first)).run_test(size=(110, 30)) as pilot:
+        await pilot.press("r")
+        await until(pilot, shows(pilot, "RuntimeError: can't start new thread"))
+        assert "2 known here" in screen_text(pilot)
+
+
 # stop and checkpoint
 
 
