@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _EVENTS = 5
 _ATTEMPTS = 5
 _TRACEBACK = 12
+_OLD_S = 20.0
+"""Figures that are older say so: progress is written once a second, and nvidia-smi asked every 5 s."""
 
 
 def print_status(
@@ -143,6 +145,10 @@ def _headline(state: RunState) -> str:
     return f"{name}  {safe_line(state.health.headline)}  ({news})"
 
 
+def _as_of(age: float | None) -> str:
+    return "" if age is None or age <= _OLD_S else f"as of {age_text(age)} ago"
+
+
 def _training(state: RunState) -> list[str]:
     p = state.progress
     if p is None:
@@ -158,6 +164,8 @@ def _training(state: RunState) -> list[str]:
             step += f", {safe_line(p.phase).replace('_', ' ')}"
             if p.eta_s is not None:
                 step += f", {figures.span(p.eta_s)} left"
+            if old := _as_of(state.ages.progress):
+                step += f", {old}"
         lines.append(step)
     loss = "NaN" if p.loss_is_nan else figures.decimal(p.loss)
     tau = figures.decimal(p.tau, 2)
@@ -186,6 +194,8 @@ def _training(state: RunState) -> list[str]:
 def _where(state: RunState) -> list[str]:
     place = safe_line(state.place) or "?"
     lines = [f"job {safe_line(state.job_name) or '?'} on {place}, attempt {state.attempt}"]
+    if state.gpus and (old := _as_of(state.ages.gpu)):
+        lines.append(f"GPUs {old}:")
     for gpu in state.gpus:
         word = f"  {gpu.word}" if gpu.word else ""
         lines.append(

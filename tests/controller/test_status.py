@@ -58,6 +58,21 @@ def test_a_person_sees_state_step_loss_and_where(tmp_path: Path) -> None:
     assert "job qwen3-8b on gpu1/200, attempt 1" in text
 
 
+def test_figures_that_are_old_say_how_old(tmp_path: Path) -> None:
+    assert " as of " not in "\n".join(status_lines(state_of("healthy", tmp_path / "live")))
+    lines = status_lines(state_of("no_news", tmp_path / "old"))
+    assert lines[2].endswith("left, as of 41s ago")
+    gpus = [line for line in lines if "GPU" in line]
+    assert gpus[0] == "  GPUs as of 42s ago:"
+    assert gpus[1].startswith("  GPU 0 NVIDIA H200: ")
+    run = SITUATIONS["killed"]()
+    for record in run.gpu:
+        record["t"] -= 3600
+    run.write(tmp_path / "ended")
+    ended = status_lines(RunReader(tmp_path / "ended").catch_up(NOW))
+    assert [line for line in ended if " as of " in line] == ["  GPUs as of 1h00m ago:"]
+
+
 def test_a_run_that_has_not_trained_yet_shows_no_row_of_dashes(tmp_path: Path) -> None:
     state = state_of("healthy", tmp_path)
     began = progress({"phase": "loading", "step": 0, "steps": 50})
