@@ -103,6 +103,12 @@ def on_device(device: torch.device, priority: int = 0) -> Iterator[None]:
             yield
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until `device` has done all that was asked of it; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextlib.contextmanager
 def on_cores(device: torch.device, cores: int | None) -> Iterator[None]:
     """Where `device` is a CPU, work on so many of its cores, in this thread alone; None: on the job's."""

@@ -23,7 +23,14 @@ from remote_payload.job import Job, JobError
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, BatchMaker, RowShape
 from remote_payload.train.buckets import EpochPlan
-from remote_payload.train.devices import DRAFTERS_FIRST, aside, compute_dtype, on_device, out_of_memory
+from remote_payload.train.devices import (
+    DRAFTERS_FIRST,
+    aside,
+    compute_dtype,
+    on_device,
+    out_of_memory,
+    synchronise,
+)
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.features import Features
 from remote_payload.train.objective import needs_teacher
@@ -140,11 +147,11 @@ def _time_target(
         forward.packed(torch.zeros((rows, tokens), dtype=torch.int64), [tokens] * rows)
     for batch in batches:
         packed = forward.packed(batch.ids, batch.lengths)
-    _wait(device)
+    synchronise(device)
     start = time.perf_counter()
     for batch in batches:
         packed = forward.packed(batch.ids, batch.lengths)
-    _wait(device)
+    synchronise(device)
     return (time.perf_counter() - start) / len(batches), Features(batches[-1], packed, None)
 
 
@@ -172,10 +179,10 @@ def _time_drafter(
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    _wait(device)
+    synchronise(device)
     start = time.perf_counter()
     work()
-    _wait(device)
+    synchronise(device)
     return time.perf_counter() - start
 
 
@@ -201,8 +208,3 @@ def _memory_for(what: str, device: torch.device) -> Iterator[Callable[[], float 
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

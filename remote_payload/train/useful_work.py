@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
-from remote_payload.train.devices import aside, on_device, out_of_memory
+from remote_payload.train.devices import aside, on_device, out_of_memory, synchronise
 
 
 def matmul_ceiling(device: torch.device) -> float:
@@ -30,11 +30,11 @@ def matmul_ceiling(device: torch.device) -> float:
     a, b = (torch.randn(side, side, device=device, dtype=dtype, generator=dice) for _ in "ab")
     for _ in range(3):
         a @ b
-    _wait(device)
+    synchronise(device)
     start = time.perf_counter()
     for _ in range(repeats):
         a @ b
-    _wait(device)
+    synchronise(device)
     return 2 * side**3 * repeats / (time.perf_counter() - start)
 
 
@@ -85,8 +85,3 @@ class UsefulWork:
             flops, seconds = self._flops, now - self._asked
             self._flops, self._asked = 0.0, now
         return None if self.ceiling is None or seconds <= 0 else flops / (seconds * self.ceiling)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
