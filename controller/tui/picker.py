@@ -70,6 +70,7 @@ class RunPicker(ModalScreen[Path | None]):
         super().__init__()
         self._current, self._opener, self._clock, self._period_s = current, opener, clock, period_s
         self._rows: Sequence[RunRow] = ()
+        self._error = ""
         self._chosen = current
         self._mirrors: dict[Path, Mirrored] = {}
         self._stop = threading.Event()
@@ -143,14 +144,14 @@ class RunPicker(ModalScreen[Path | None]):
 
     @on(Looked)
     def _on_looked(self, message: Looked) -> None:
-        self._rows = message.rows
-        self._draw(message.error)
+        self._rows, self._error = message.rows, message.error
+        self._draw()
 
     def on_resize(self) -> None:
         """Another width has other columns."""
         self._draw()
 
-    def _draw(self, error: str = "") -> None:
+    def _draw(self) -> None:
         if not self.query("#picker-keys"):
             return
         view = self.query_one("#picker-runs", LineView)
@@ -169,8 +170,8 @@ class RunPicker(ModalScreen[Path | None]):
         view.styles.height = max(3, len(marked))  # at most what app.tcss allows
         view.set_lines(marked or [line(("  none is known: dflashctl launch starts one", LABEL))])
         title = line(("Runs", HEADING), (f"  {len(self._rows)} known here, newest first", LABEL))
-        if error:
-            title.append_text(remote(f"  {error}", WARN))
+        if self._error:
+            title.append_text(remote(f"  {self._error}", WARN))
         self.query_one("#picker-title", Lines).set_lines([title])
         self.query_one("#picker-names", Lines).set_lines([Text("  ").append_text(names)])
 
