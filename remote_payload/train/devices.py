@@ -83,6 +83,17 @@ def aside(work: Callable[[], Found]) -> Found:
     return given[0]
 
 
+def keep_guard() -> None:
+    """Let this thread own what torch takes for the guard of a GPU that is not there; it outlives all others.
+
+    A build for CUDA that sees none makes it a possession of the first thread that compiles. Where that one has
+    ended, as the one that measures roles has, the next to compile reads what is freed (torch 2.11 crashes).
+    """
+    make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if torch.version.cuda and make is not None and not torch.cuda.device_count():
+        make()
+
+
 @contextlib.contextmanager
 def on_device(device: torch.device, priority: int = 0) -> Iterator[None]:
     """What every worker does first: its device, a stream of its own, backward in its own thread.

@@ -27,6 +27,7 @@ from remote_payload import crash, job, rundir
 from remote_payload.rundir import TrainerExit
 from remote_payload.train.closing import closing_lines
 from remote_payload.train.dataset import DataError
+from remote_payload.train.devices import keep_guard
 from remote_payload.train.evaluating import evaluate
 from remote_payload.train.event_log import EventLog
 from remote_payload.train.pipeline import read, run_target
@@ -65,6 +66,7 @@ class Trainer:
             checked = job.load(self._run_dir / rundir.JOB)
             keep_caches(self._run_dir.parent.parent)
             set_cpu_threads(checked)
+            keep_guard()
             progress = Progress(checked.bucket_edges)
             writing = functools.partial(self._write_progress, progress)
             sink = TensorBoardSink(self._run_dir, self._attempt, log) if checked.tensorboard else None

@@ -20,6 +20,15 @@ def own_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_guard() -> None:
+    """As the trainer's main thread does for the threads that compile, one after the other."""
+    if "torch" in sys.modules:
+        from remote_payload.train.devices import keep_guard
+
+        keep_guard()
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Torch's global generator begins anew: what else this process ran before plays no part."""

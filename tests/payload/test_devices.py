@@ -10,7 +10,15 @@ import torch
 
 from remote_payload.job import JobError
 from remote_payload.train import devices
-from remote_payload.train.devices import aside, compute_dtype, on_cores, on_device, resolve_devices, turn
+from remote_payload.train.devices import (
+    aside,
+    compute_dtype,
+    keep_guard,
+    on_cores,
+    on_device,
+    resolve_devices,
+    turn,
+)
 
 CPU = torch.device("cpu")
 
@@ -29,6 +37,21 @@ def test_a_gpu_that_is_not_there_is_refused_saying_which_are(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(JobError, match=r"'cuda:0' is not there: torch .* sees no GPU"):
         resolve_devices(["cuda:0"])
+
+
+@pytest.mark.parametrize(("build", "gpus", "made"), [("13.0", 0, 1), ("13.0", 2, 0), (None, 0, 0)])
+def test_a_build_for_cuda_that_sees_no_gpu_has_the_main_threads_guard(
+    monkeypatch: pytest.MonkeyPatch, build: str | None, gpus: int, made: int
+) -> None:
+    """Where there is a GPU the question alone would start CUDA, which nobody may fork after."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: calls.append("made"))
+    keep_guard()
+    assert len(calls) == made
+    monkeypatch.delattr(torch._C, "_ensureCUDADeviceGuardSet")
+    keep_guard()  # a torch that has no such thing
 
 
 def test_the_automatic_type_is_float32_on_a_cpu_and_bfloat16_on_a_gpu() -> None:
