@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from remote_payload.tools.prompts import read_prompts
 from remote_payload.tools.text_files import json_lines
 from remote_payload.train.dataset import Dataset
-from remote_payload.train.evaluation import HeldOutPrompt, held_out_prompts
+from remote_payload.train.evaluation import HeldOutPrompt, held_out_prompts, in_turn
 
 Log = Callable[[str], None]
 Message = dict[str, str]
@@ -55,7 +55,7 @@ def read_prompt_ids(
         found = held_out_prompts(dataset, len(dataset) if count is None else count, vocabulary)
     else:
         asked = _toml(path) if path.suffix.lower() == ".toml" else _json_lines(path)
-        found = _in_turn(_rendered(path, asked, tokenizer()), count)
+        found = in_turn(_rendered(path, asked, tokenizer()))[:count]
     if not found:
         raise ValueError(f"{path}: no sample has a prompt of ids below {vocabulary} before its answer")
     return found
@@ -121,13 +121,3 @@ def _rendered(path: Path, asked: list[tuple[str, str, list[Message]]], tokenizer
             raise ValueError(f"{path}: {where}: the target's chat template refuses it ({error})") from error
         found.append(HeldOutPrompt(list(ids), kind))
     return found
-
-
-def _in_turn(prompts: list[HeldOutPrompt], count: int | None) -> list[HeldOutPrompt]:
-    """The first of each kind, then the second of each, and so on."""
-    place: dict[str, int] = {}
-    keyed = []
-    for prompt in prompts:
-        place[prompt.kind] = place.get(prompt.kind, -1) + 1
-        keyed.append((place[prompt.kind], prompt.kind, prompt))
-    return [prompt for _, _, prompt in sorted(keyed, key=lambda item: item[:2])][:count]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,17 +62,26 @@ def held_out_prompts(dataset: Dataset, count: int, vocabulary: int) -> list[Held
     outside the `vocabulary`, are left out, and those where nothing says what is supervised.
     """
     kinds = dataset.texts("kind") or ["all"] * len(dataset)
-    by_kind: dict[str, list[list[int]]] = defaultdict(list)
+    found: list[HeldOutPrompt] = []
+    of_kind: Counter[str] = Counter()
     for sample, kind in enumerate(kinds):
-        if len(by_kind[kind]) == count or dataset.look(sample, vocabulary) in (NULL, OTHER_LENGTH, NO_MASK):
+        if of_kind[kind] == count or dataset.look(sample, vocabulary) in (NULL, OTHER_LENGTH, NO_MASK):
             continue
         prompt = dataset.ids(sample)[~np.logical_or.accumulate(dataset.supervised(sample))].tolist()
         if prompt and min(prompt) >= 0 and max(prompt) < vocabulary:
-            by_kind[kind].append(prompt)
-    order = sorted(
-        ((place, kind) for kind, prompts in by_kind.items() for place in range(len(prompts))),
-    )
-    return [HeldOutPrompt(by_kind[kind][place], kind) for place, kind in order[:count]]
+            of_kind[kind] += 1
+            found.append(HeldOutPrompt(prompt, kind))
+    return in_turn(found)[:count]
+
+
+def in_turn(prompts: Iterable[HeldOutPrompt]) -> list[HeldOutPrompt]:
+    """The first of each kind by its name, then the second of each, and so on."""
+    place: Counter[str] = Counter()
+    keyed = []
+    for prompt in prompts:
+        keyed.append((place[prompt.kind], prompt.kind, prompt))
+        place[prompt.kind] += 1
+    return [prompt for *_, prompt in sorted(keyed, key=lambda item: item[:2])]
 
 
 class Evaluation:
