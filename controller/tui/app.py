@@ -178,6 +178,9 @@ class RunApp(RunActions):
         except DflashctlError as error:
             self.call_later(self.say, error.message)
             return
+        except Exception as error:  # a defect of ours must be seen: this view would get no news
+            self.call_later(self.say, f"{type(error).__name__}: {error}")
+            return
         if directory == self._directory and self.is_running:
             self.mirror = mirror
             mirror.start()

@@ -169,6 +169,15 @@ async def test_a_mirror_that_cannot_be_begun_is_told_and_the_picker_goes_on_look
         assert "2 known here" in screen_text(pilot)
 
 
+async def test_a_view_whose_mirror_cannot_be_begun_says_so() -> None:
+    def opener(directory: Path) -> Mirrored:
+        raise RuntimeError("can't start new thread")
+
+    app = RunApp(known(golden.healthy()), clock=lambda: golden.NOW, period_s=0.05, opener=opener)
+    async with app.run_test(size=(110, 30)) as pilot:
+        await until(pilot, shows(pilot, "RuntimeError: can't start new thread"))
+
+
 # stop and checkpoint
 
 
