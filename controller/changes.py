@@ -82,6 +82,8 @@ def change_line(state: RunState, event: Event | None) -> str:
     p = state.progress
     where = f" step {p.step}" + (f"/{p.steps}" if p.steps else "") if p and p.step is not None else ""
     what = event.line if event is not None else state.health.detail
+    if event is None and state.diagnosis is not None:
+        what = f"{safe_line(what).rstrip('.')}. What to do: {state.diagnosis.do}"
     number = f" (attempt {state.attempt})" if state.attempt > 1 else ""
     word = state.health.headline if event is None else "·"
     return safe_line(f"{clock} {state.run_id} {word}{number}{where}" + (f": {what}" if what else ""))

@@ -8,7 +8,8 @@ import time
 from typing import TextIO
 
 from controller import figures
-from controller.glance import glance
+from controller.glance import Glance, glance
+from controller.health import Health, age_text
 from controller.paths import KnownRun, known_runs
 from controller.run_records import whole
 from controller.text import aligned, safe_line
@@ -35,21 +36,32 @@ class Row:
 def print_runs(out: TextIO, *, as_json: bool) -> None:
     """Print all known runs, newest first. Raises LocalStateError."""
     now = time.time()
-    rows = [_row(run, now) for run in known_runs()]
+    seen = [(run, glance(run.directory, now)) for run in known_runs()]
+    rows = [(_row(run, one), one.health) for run, one in seen]
     if as_json:
-        for row in rows:
+        for row, _ in rows:
             print(json.dumps(dataclasses.asdict(row)), file=out)
         return
-    table = [("RUN", "STATE", "STEP", "LAUNCHED", "HOST", "JOB")]
-    for row in rows:
+    table = [("RUN", "STATE", "NEWS", "STEP", "LAUNCHED", "HOST", "JOB")]
+    for row, health in rows:
         step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
         launched = figures.clock(row.created, "%Y-%m-%d %H:%M")
-        table.append((row.run, row.state, step, launched, row.host, row.job))
+        table.append((row.run, _state(health), _news(health), step, launched, row.host, row.job))
     print("\n".join(aligned(table)), file=out)
 
 
-def _row(run: KnownRun, now: float) -> Row:
-    seen = glance(run.directory, now)
+def _state(health: Health) -> str:
+    """With how it ended, or what was known before there was no news."""
+    if health.word.no_news and health.written:
+        return f"{health.word}, was {safe_line(health.written)}"
+    return safe_line(health.headline) if health.word.ended else str(health.word)
+
+
+def _news(health: Health) -> str:
+    return "none yet" if health.news_age_s is None else f"{age_text(health.news_age_s)} ago"
+
+
+def _row(run: KnownRun, seen: Glance) -> Row:
     health, progress = seen.health, seen.progress
     return Row(
         run=run.run_id,

@@ -129,6 +129,8 @@ def _end(directory: Path, trouble: Trouble) -> int:
         health = state.health
         told = f"{health.headline}: {health.detail}" if health.detail else health.headline
         trouble.note(safe_line(f"{state.run_id} {told}".strip()))
+        if state.diagnosis is not None:
+            trouble.note(f"what to do: {state.diagnosis.do}")
     return code
 
 

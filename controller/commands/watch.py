@@ -160,7 +160,7 @@ def watch(
 def runs(as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run.")] = False) -> int:
     """List the runs that this machine knows, newest first.
 
-    Asks nobody: says what was last heard of each.
+    Asks nobody: says what was last heard of each, and how long ago. `status` asks.
 
     \b
     dflashctl runs

@@ -10,6 +10,7 @@ import pytest
 
 from controller import waiting
 from controller.changes import print_changes
+from controller.diagnose import diagnose_text
 from controller.errors import UnreachableError
 from controller.mirror import Mirror
 from controller.mirror_reader import MirrorReader
@@ -18,6 +19,9 @@ from controller.waiting import Waiter, wait_until_current
 from controller.watching import wait_for
 from remote_payload import rundir
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
+
+OOM = diagnose_text("CUDA out of memory")
+assert OOM is not None
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,8 @@ def ended() -> Remote:
     remote = Remote()
     remote.small["run.json"] = b'{"kind":"run","id":"run-1","job":"tiny"}\n'
     remote.small["status.json"] = (
-        b'{"kind":"status","t":5,"attempt":1,"state":"failed","exit_code":1,"reason":"boom\\u001b[31m"}\n'
+        b'{"kind":"status","t":5,"attempt":1,"state":"failed","exit_code":1,'
+        b'"reason":"CUDA out of memory.\\u001b[31m"}\n'
     )
     remote.small["progress.json"] = b'{"kind":"progress","attempt":1,"step":7,"steps":9,"loss":1.5}\n'
     remote.supervisor = remote.trainer = "gone"
@@ -39,6 +44,7 @@ def ended() -> Remote:
 def test_a_long_copy_is_said_with_what_is_still_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DFLASHCTL_TIME_SCALE", "1")  # or a record of a tenth of a second ago is an old one
     monkeypatch.setattr(waiting, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(waiting, "is_quiet", lambda: False)
     folder = mirror_folder(tmp_path / "mirror")
@@ -96,4 +102,4 @@ def test_an_ended_run_is_one_line_with_its_reason_and_the_code_is_the_runs(
             None,
         )
     else:
-        assert "run-1 FAILED rc=1 step 7/9: boom" in said
+        assert said.endswith(f"run-1 FAILED rc=1 step 7/9: CUDA out of memory. What to do: {OOM.do}")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller import logs, trouble
+from controller.diagnose import diagnose_text
 from controller.errors import ProtocolError, UnreachableError
 from controller.logs import follow_log, whole_characters
 from controller.mirror import LOG_TAIL_BYTES, NO_OLDER, Mirror, ask_for_whole_log
@@ -150,8 +151,8 @@ def test_a_follower_returns_the_exit_code_of_the_design(scene: Scene, code: int,
     )
     scene.remote.supervisor = scene.remote.trainer = "gone"
     assert scene.logs(follow=True) == code
-    assert scene.notes.getvalue() == (
-        f"dflashctl: KILLED {signal}\n" if signal else f"dflashctl: FAILED rc={code}\n" if code else ""
+    assert scene.notes.getvalue().splitlines()[:1] == (
+        [f"dflashctl: KILLED {signal}"] if signal else [f"dflashctl: FAILED rc={code}"] if code else []
     )
 
 
@@ -177,6 +178,15 @@ def test_an_ended_run_whose_place_cannot_be_asked_is_printed_with_that_and_its_c
     assert scene.logs() == 0
     assert scene.out.getvalue() == b"attempt 1\n" * 3
     assert scene.notes.getvalue().count("gpubox: no route") == 2
+
+
+def test_a_follower_of_a_failed_run_is_told_what_is_known_to_help(scene: Scene) -> None:
+    scene.remote.files["train.log"] += b"RuntimeError: CUDA out of memory\n"
+    scene.remote.finish(1)
+    assert scene.logs(follow=True) == 1
+    known = diagnose_text("CUDA out of memory")
+    assert known is not None
+    assert scene.notes.getvalue().splitlines()[-1] == f"dflashctl: what to do: {known.do}"
 
 
 def test_a_run_that_nobody_works_on_any_more_is_lost(scene: Scene) -> None:

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from controller import paths
 from controller.errors import LocalStateError, UsageError
 from controller.listing import print_runs
+from tests.tui import golden
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +85,26 @@ def test_a_run_of_no_time_that_a_calendar_has_is_listed_as_all_others(created: f
     out = io.StringIO()
     print_runs(out, as_json=False)
     assert [line.split()[0] for line in out.getvalue().splitlines()][1:] == ["odd", "even"]
+
+
+def test_the_list_of_runs_says_how_old_its_news_is_and_what_was_known_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number, name in enumerate(("dead_thread", "no_news", "healthy", "killed")):
+        golden.SITUATIONS[name]().write(launched(name.replace("_", "-"), float(number)))
+    launched("never-seen", 9.0)
+    monkeypatch.setattr("time.time", lambda: golden.NOW)
+    out = io.StringIO()
+    print_runs(out, as_json=False)
+    rows = [re.split(r"  +", line)[:3] for line in out.getvalue().splitlines()]
+    assert rows == [
+        ["RUN", "STATE", "NEWS"],
+        ["never-seen", "UNKNOWN", "none yet"],
+        ["killed", "KILLED SIGKILL", "1.2s ago"],
+        ["healthy", "LIVE", "1.2s ago"],
+        ["no-news", "STALE, was running", "40s ago"],
+        ["dead-thread", "FAILED rc=1", "1.2s ago"],
+    ]
 
 
 def test_a_run_that_goes_while_they_are_listed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
