@@ -18,6 +18,7 @@ from controller.known_hosts import KnownHosts, fingerprint, matches
 from controller.ssh import SshConnection
 from controller.ssh_config import SshSettings, look_up
 from controller.ssh_process import SshProcess
+from tests.waiting import until
 
 NAME = "[127.0.0.1]:2222"
 
@@ -378,8 +379,9 @@ def test_the_cipher_that_is_done_in_one_pass_is_asked_for_first_and_the_others_s
 def test_what_fails_while_connecting_early_is_raised_once_and_tried_anew_after_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    held = socket.socket()  # bound, and nobody listens
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     tries: list[str] = []
     original = ssh.connect
 
@@ -390,12 +392,12 @@ def test_what_fails_while_connecting_early_is_raised_once_and_tried_anew_after_t
     monkeypatch.setattr(ssh, "connect", counted)
     connection = SshConnection("127.0.0.1", user="", port=port, timeout=1, accept_new=False)
     connection.connect_soon()
-    while connection._failed is None:
-        assert len(tries) <= 1
+    until(lambda: connection._failed is not None)
     for expected in (1, 2):
         with pytest.raises(UnreachableError, match="refuses the connection"):
             connection.start("true")
         assert len(tries) == expected
+    held.close()
 
 
 def test_a_thread_that_finds_the_connection_broken_leaves_the_one_that_another_made_alone() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from remote_payload import checkup, memory_events
+from tests.ports import free_port
 
 
 def test_paths_of_a_job_are_found_where_the_trainer_would_look(tmp_path: Path) -> None:
@@ -72,8 +73,8 @@ def test_writing_is_measured_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_taken_port_is_not_free() -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("", port)):
         assert checkup._free_port(port) is False
     assert checkup._free_port(port) is True
 

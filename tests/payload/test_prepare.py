@@ -1,11 +1,12 @@
 """The data set maker: prompts file, greedy answers, what is kept, what is written."""
 
+import gc
 import itertools
 import json
 import re
 import shutil
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -260,7 +261,7 @@ def test_held_out_prompts_are_asked_first_and_those_after_the_time_limit_say_so(
     target: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(0, 10)  # every look at the clock finds ten seconds gone
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     prompts = [Prompt("explain", f"topic {n}", f"w{n}", n in (2, 5)) for n in range(1, 8)]
     tokenizer = AutoTokenizer.from_pretrained(target)
     answers = prepare.answer_all(model, tokenizer, prompts, 4, 2, lambda _: None, seconds=15)
@@ -314,10 +315,11 @@ def test_the_schema_names_target_tokenizer_template_and_command(target: Path, tm
 
 def test_columns_are_read_from_a_memory_map_without_a_copy(target: Path, tmp_path: Path) -> None:
     assert run(target, write(tmp_path, PROMPTS), tmp_path) == 0
+    gc.collect()  # what is left of another test may go at any time
     before = pa.total_allocated_bytes()
     table = read(tmp_path / "train.arrow")
     assert table.nbytes > 0
-    assert pa.total_allocated_bytes() == before
+    assert pa.total_allocated_bytes() <= before
 
 
 def test_the_summary_counts_each_kind_and_every_reason(

@@ -10,14 +10,9 @@ import threading
 from pathlib import Path
 
 from remote_payload import reaching
+from tests.ports import free_port
 
 PAYLOAD = Path(reaching.__file__).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_one_listens_until_its_stdin_ends_and_the_other_reaches_it() -> None:
@@ -36,10 +31,11 @@ def test_one_listens_until_its_stdin_ends_and_the_other_reaches_it() -> None:
 
 
 def test_what_is_in_the_way_is_said_for_each_address() -> None:
-    port = free_port()
-    assert reaching.reach(["127.0.0.1"], port)["why"] == "127.0.0.1: Connection refused"
-    assert "no address but its own loopback" in reaching.reach([], port)["why"]
-    with socket.create_server(("127.0.0.1", port)) as server:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        assert reaching.reach(["127.0.0.1"], port)["why"] == "127.0.0.1: Connection refused"
+        assert "no address but its own loopback" in reaching.reach([], port)["why"]
         server.listen()
 
         def other() -> None:

@@ -8,12 +8,12 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.rig import cgroups
 from tests.rig.cgroups import RigError
 
@@ -213,13 +213,5 @@ def keygen(path: Path) -> None:
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.name, "-f", path],
         check=True,
         stdin=subprocess.DEVNULL,
-        timeout=30,
+        timeout=60,
     )
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
