@@ -340,6 +340,17 @@ SILENT_TRAINER = Diagnosis(
     " RUN`, then `dflashctl resume RUN` goes on from the newest checkpoint.",
 )
 
+SILENT_SUPERVISOR = Diagnosis(
+    name="silent-supervisor",
+    what="The run's supervisor is there, and writes nothing.",
+    why="Mostly the disk of the workspace is full, or does not answer; the trainer may train on meanwhile.",
+    do="Is its disk full? `dflashctl exec --host PLACE -- df -h .` shows it. Make room there, and the run"
+    " goes on by itself; a stop needs room for its checkpoint too.",
+)
+
+SILENT = {"trainer": SILENT_TRAINER, "supervisor": SILENT_SUPERVISOR}
+"""What is known of a run that lives, by who of it is silent."""
+
 RECOMPILING = Diagnosis(
     name="recompiling",
     what="The drafter is compiled again after its warm-up.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Literal
 
 from controller.errors import RunLostError
 from controller.run_records import Record, number, table, text, whole
@@ -91,8 +92,8 @@ class Health:
     """The state last written by the container, `running` say, however old."""
     news_age_s: float | None = None
     """Seconds since the newest frame arrived here; None before the first."""
-    trainer_silent: bool = False
-    """Of STALLED: the supervisor works, so it is the trainer that makes no progress."""
+    silent: Literal["", "trainer", "supervisor"] = ""
+    """Of STALLED: who lives and writes nothing; of a log that is no run's nobody is known."""
 
     @property
     def headline(self) -> str:
@@ -223,7 +224,9 @@ def _alive(
     written = number(status, "t")
     if written is not None and container_now - written > limits.silent_supervisor_s:
         age = age_text(container_now - written)
-        return Health(word=Word.STALLED, extra=age, detail="the supervisor writes no status")
+        return Health(
+            word=Word.STALLED, extra=age, detail="the supervisor writes no status", silent="supervisor"
+        )
     if progress_t is not None and container_now - progress_t > limits.stalled_s:
         return _silent_trainer(progress_t, container_now, "the trainer lives but writes no progress")
     return Health(word=Word.LIVE, detail=reason)
@@ -231,7 +234,7 @@ def _alive(
 
 def _silent_trainer(progress_t: float | None, container_now: float, detail: str) -> Health:
     since = _since(progress_t, container_now)
-    return Health(word=Word.STALLED, extra=since, detail=detail, trainer_silent=True)
+    return Health(word=Word.STALLED, extra=since, detail=detail, silent="trainer")
 
 
 def _until(restart: Record, now: float) -> str:

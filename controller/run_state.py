@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from controller import attempts, run_events, run_records
 from controller.attempts import Attempt
-from controller.diagnose import SILENT_TRAINER, Diagnosis, diagnose_text
+from controller.diagnose import SILENT, Diagnosis, diagnose_text
 from controller.gpu_state import Gpu, GpuTable
 from controller.health import Health, Limits, Word, judge
 from controller.run_events import Dataset, Evaluation, Event
@@ -173,7 +173,7 @@ class RunState:
     crashes: tuple[Crash, ...] = ()
     stacks: tuple[str, ...] = ()
     diagnosis: Diagnosis | None = None
-    """What is known of its end, by the first crash or the log's end; or of a trainer that is silent."""
+    """What is known of its end, by the first crash or the log's end; or of who of it lives and is silent."""
     last_words: tuple[str, ...] = ()
     outcome: Record | None = None
     """exit.json of this attempt."""
@@ -333,8 +333,8 @@ def _diagnosis(health: Health, crashes: tuple[Crash, ...], last_words: tuple[str
     if crashes:
         first = crashes[0]
         return diagnose_text(f"{first.traceback}\n{first.error}\n{first.memory}")
-    if health.trainer_silent:
-        return SILENT_TRAINER
+    if health.silent:
+        return SILENT[health.silent]
     if health.word is Word.KILLED:
         return diagnose_text(f"killed by {health.extra} {health.detail}\n" + "\n".join(last_words))
     if health.word in (Word.FAILED, Word.LOST):

@@ -6,6 +6,7 @@ A request is a name (`rundir.Request`) and optional JSON: `by` (who asks), and `
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -45,7 +46,10 @@ def place_request(run_dir: Path, name: str, content: bytes) -> None:
         (run_dir / rundir.CONTROL).mkdir(mode=0o700, exist_ok=True)
         rundir.write_whole(run_dir / rundir.CONTROL / name, content)
     except OSError as error:
-        raise ControlError(f"{run_dir / rundir.CONTROL}: cannot be written ({error.strerror})") from error
+        room = "; make room there first" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise ControlError(
+            f"{run_dir / rundir.CONTROL}: cannot be written ({error.strerror}){room}"
+        ) from error
 
 
 def take_requests(control: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -240,9 +240,9 @@ def detail_lines(state: RunState, width: int, rows: int = MOST_DETAIL_ROWS) -> l
     elif health.word in DEAD_WORDS:
         style, said = BAD, health.detail
     elif health.word is Word.STALLED:
-        known = state.progress is not None and state.progress.threads
+        known = health.silent != "supervisor" and state.progress is not None and state.progress.threads
         style, said = WARN, f"{health.detail}{': 3 shows where each thread was' if known else ''}"
-        said += f". {state.diagnosis.do}" if health.trainer_silent and state.diagnosis else ""
+        said += f". {state.diagnosis.do}" if state.diagnosis else ""
     elif health.word in (Word.ENDING, Word.STOPPING, Word.STOPPED):
         said = health.detail
     else:

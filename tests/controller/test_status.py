@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.diagnose import RECOMPILING, SILENT_TRAINER, TAU_GAP
+from controller.diagnose import RECOMPILING, SILENT_SUPERVISOR, SILENT_TRAINER, TAU_GAP
 from controller.errors import UnreachableError
 from controller.mirror import Mirror
 from controller.run_reader import RunReader
@@ -98,12 +98,12 @@ def test_an_alarm_stands_with_what_to_do_about_it_in_the_words_of_the_tui(tmp_pa
     assert lines == [f"  ! {alarm.what} {alarm.do}" for alarm in (TAU_GAP, RECOMPILING)]
 
 
-def test_a_trainer_that_is_silent_has_its_meaning_and_a_silent_supervisor_has_not(tmp_path: Path) -> None:
+def test_a_silent_trainer_and_a_silent_supervisor_have_each_its_own_meaning(tmp_path: Path) -> None:
     lines = status_lines(state_of("stalled", tmp_path / "trainer"))
     assert lines[-2:] == [f"  cause: {SILENT_TRAINER.what}", f"  what to do: {SILENT_TRAINER.do}"]
     silent = state_of("stale_heartbeat", tmp_path / "supervisor")
     assert (silent.state, silent.health.detail) == ("STALLED", "the supervisor writes no status")
-    assert silent.diagnosis is None
+    assert status_lines(silent)[-1] == f"  what to do: {SILENT_SUPERVISOR.do}"
 
 
 def test_times_are_this_machines_and_one_that_no_calendar_has_breaks_nothing() -> None:

@@ -5,6 +5,7 @@ A job.toml that is TOML has the code under `script`, beside the keys that the su
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from remote_payload import rundir
+from remote_payload.control import ControlError, place_request
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -459,6 +462,16 @@ def test_a_wrong_request_is_refused_before_it_is_written(
     done = place.command("control", str(run.path), request_name, stdin=content)
     assert done.returncode == 1 and named in json.loads(done.stdout)["error"]
     assert list((run.path / "control").iterdir()) == []
+
+
+def test_a_request_without_room_says_to_make_some(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = place.start(WORK)
+    monkeypatch.setattr(rundir, "write_whole", no_room)
+    with pytest.raises(ControlError, match=r"control: .* \(No space left on device\); make room there first"):
+        place_request(run.path, "stop", b"")
 
 
 def test_a_status_that_cannot_be_written_is_written_later(place: Place) -> None:
