@@ -86,8 +86,8 @@ def aside(work: Callable[[], Found]) -> Found:
 def keep_guard() -> None:
     """Let this thread own what torch takes for the guard of a GPU that is not there; it outlives all others.
 
-    A build for CUDA that sees none makes it a possession of the first thread that compiles. Where that one has
-    ended, as the one that measures roles has, the next to compile reads what is freed (torch 2.11 crashes).
+    A build for CUDA that sees none gives it to the first thread that compiles. Where that one has ended, as
+    the one that measures roles has, the next to compile reads freed memory (torch 2.11 crashes).
     """
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if torch.version.cuda and make is not None and not torch.cuda.device_count():
