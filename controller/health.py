@@ -74,10 +74,12 @@ class Word(enum.StrEnum):
     @property
     def ended(self) -> bool:
         """Nothing more will come of this attempt."""
-        return self in _ENDED
+        return self in (Word.FINISHED, Word.STOPPED) or self.died
 
-
-_ENDED = (Word.FINISHED, Word.STOPPED, Word.FAILED, Word.KILLED, Word.LOST)
+    @property
+    def died(self) -> bool:
+        """It ended otherwise than it was to."""
+        return self in (Word.FAILED, Word.KILLED, Word.LOST)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ def status_lines(state: RunState) -> list[str]:
         where = ", ".join(filter(None, (crash.role, crash.device)))
         lines.append(f"  failed first: thread {safe_line(crash.thread)} ({safe_line(where)})")
         lines += [f"    {line}" for line in safe_lines(crash.traceback)[-_TRACEBACK:]]
-    elif state.ended and state.exit_code not in (0, None):
+    elif state.health.word.died:
         lines += [f"    {safe_line(line)}" for line in state.last_words]
     if state.diagnosis is not None:
         lines += [f"  cause: {state.diagnosis.what}", f"  what to do: {state.diagnosis.do}"]

@@ -106,9 +106,10 @@ def wait_until_current(reader: MirrorReader, trouble: Trouble, waiter: Waiter) -
         if waiter.is_settled(record):
             return
         trouble.tell(record, waiter.mirror, time.time())
-        if not told and record.get("state") == "connected" and time.monotonic() - begun > _PATIENCE_S:
+        slow = record.get("state") == "connected" and time.monotonic() - begun > _PATIENCE_S
+        if slow and not told and (left := _to_come(record)):
             told = True
-            trouble.note(f"copying what the run wrote: {amount(_to_come(record))} are still to come")
+            trouble.note(f"copying what the run wrote: {amount(left)} are still to come")
         waiter.wait(seen)
 
 

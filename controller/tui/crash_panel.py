@@ -9,7 +9,6 @@ from rich.text import Text
 
 from controller import figures
 from controller.diagnose import Diagnosis
-from controller.health import Word
 from controller.run_records import Crash
 from controller.run_state import RunState
 from controller.text import safe_lines
@@ -23,8 +22,7 @@ MOST_ERROR_ROWS = 4
 
 def has_crash(state: RunState) -> bool:
     """Whether there is something to show."""
-    dead = state.health.word in (Word.FAILED, Word.KILLED, Word.LOST)
-    return bool(state.crashes) or dead
+    return bool(state.crashes) or state.health.word.died
 
 
 def crash_lines(state: RunState, width: int) -> list[Text]:

@@ -39,8 +39,6 @@ MOST_DETAIL_ROWS = 3
 
 _WORKERS = ("target", "drafter")
 
-DEAD_WORDS = (Word.FAILED, Word.KILLED, Word.LOST)
-
 
 def age_mark(state: RunState, age: float | None, stale_s: float) -> Text:
     """How old the data of a line is; says so in words when it is old."""
@@ -237,7 +235,7 @@ def detail_lines(state: RunState, width: int, rows: int = MOST_DETAIL_ROWS) -> l
         return []
     elif health.word.no_news:
         style, said = WARN, health.detail
-    elif health.word in DEAD_WORDS:
+    elif health.word.died:
         style, said = BAD, health.detail
     elif health.word is Word.STALLED:
         known = health.silent != "supervisor" and state.progress is not None and state.progress.threads

@@ -122,6 +122,12 @@ def test_a_failed_run_shows_who_failed_first_and_what_to_do(tmp_path: Path) -> N
     assert "what to do:" in text
 
 
+@pytest.mark.parametrize(("situation", "shown"), [("killed", True), ("lost", True), ("stopped", False)])
+def test_the_end_of_the_log_is_shown_of_a_run_that_died(situation: str, shown: bool, tmp_path: Path) -> None:
+    text = "\n".join(status_lines(state_of(situation, tmp_path)))
+    assert ("step  12345  loss" in text) is shown
+
+
 def test_no_news_is_not_shown_as_a_dead_run(tmp_path: Path) -> None:
     state = state_of("no_news", tmp_path)
     text = "\n".join(status_lines(state))
