@@ -3,89 +3,68 @@
 Python raises KeyboardInterrupt wherever it happens to be. Before `main` and after it nobody catches it. In an
 import it may come out as another error (a class that is being made wraps it), or be lost (in a callback). So
 while Ctrl-C is `held` it waits until the command has begun (`allowed`) and no module is being imported. A
-second one waits for nothing.
+second one waits for nothing. Imports next to nothing itself: until it is here, a Ctrl-C is a traceback.
 """
 
 from __future__ import annotations
 
-import contextlib
+import _thread
 import os
 import signal
-import threading
 import time
-from typing import TYPE_CHECKING, Final
+from types import FrameType, TracebackType
 
-from controller.errors import InterruptedByUser
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
-SAID: Final = "interrupted; a run that was started goes on"
-_AGAIN_S: Final = 0.02
+SAID = "interrupted; a run that was started goes on"
+_AGAIN_S = 0.02
 """How often a Ctrl-C that waits looks whether it may come."""
-_IMPORTER: Final = "<frozen importlib._bootstrap>"
-
-
-class ReaderGoneError(Exception):
-    """Whoever read our stdout has closed it."""
-
-
-@contextlib.contextmanager
-def our_endings() -> Iterator[None]:
-    """Errors of ours for what typer would turn into exit codes of its own."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise InterruptedByUser(SAID) from None
-    except BrokenPipeError:
-        raise ReaderGoneError from None
+_IMPORTER = "<frozen importlib._bootstrap>"
 
 
 class Interrupts:
-    """Ctrl-C of this process; one object, since signals are the process's."""
+    """Ctrl-C of this process, which is `held` in this context; one object, since signals are the process's.
+
+    Where it is ignored or handled by somebody else already, or in another thread than the main one, it stays
+    as it is.
+    """
 
     def __init__(self) -> None:
-        self._allowed = False
+        self.allowed = Allowed(self)
+        self._held = False
         self._waits = False
         self._again = False
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Meanwhile Ctrl-C comes where it is `allowed`. Where it is ignored or handled, it stays so."""
-        ours = threading.current_thread() is threading.main_thread()
-        if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._came)
-        try:
-            yield
-        finally:
-            self._waits = False
+    def __enter__(self) -> Interrupts:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            try:
+                signal.signal(signal.SIGINT, self._came)
+                self._held = True
+            except ValueError:  # not the main thread
+                pass
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waits = False
+        if self._held:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Where KeyboardInterrupt is caught, and all is left in order; at its end none waits any longer."""
-        self._allowed = True
-        try:
-            yield
-            if self._waits:
-                raise KeyboardInterrupt
-        finally:
-            self._allowed = False
+    @property
+    def waits(self) -> bool:
+        """Whether one came that could not be raised yet."""
+        return self._waits
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         again, self._again = self._again, False
-        if self._allowed and not _imports(frame):
+        if self.allowed.now and not _imports(frame):
             self._waits = False
             raise KeyboardInterrupt
         if self._waits and not again:
+            from controller.errors import InterruptedByUser
+
             os.write(2, f"\n{SAID}\n".encode())
             os._exit(InterruptedByUser.exit_code)
         if not self._waits:
             self._waits = True
-            threading.Thread(target=self._come_again, name="interrupt", daemon=True).start()
+            _thread.start_new_thread(self._come_again, ())  # `threading` itself may be half imported
 
     def _come_again(self) -> None:
         while True:
@@ -94,6 +73,43 @@ class Interrupts:
                 return
             self._again = True
             os.kill(os.getpid(), signal.SIGINT)
+
+
+class Allowed:
+    """Context in which KeyboardInterrupt is caught, and leaves all in order; at its end none waits."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+        self.now = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.now = False
+        if kind is None and self._interrupts.waits:
+            raise KeyboardInterrupt
+
+
+class ReaderGoneError(Exception):
+    """Whoever read our stdout has closed it."""
+
+
+class OurEndings:
+    """Context whose endings from outside are errors of ours, before typer makes exit codes of them."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            from controller.errors import InterruptedByUser
+
+            raise InterruptedByUser(SAID) from None
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGoneError from None
 
 
 def ignore_from_now_on() -> None:

@@ -13,7 +13,7 @@ import typer.core
 
 from controller.commands import control, drafters, launch, places, pull, report, watch
 from controller.errors import UsageError
-from controller.interruption import our_endings
+from controller.interruption import OurEndings
 from controller.narration import Loudness, set_loudness
 
 
@@ -21,11 +21,11 @@ class _Commands(typer.core.TyperGroup):
     """Ends as we say, whether a command runs or its words are still read (which imports pydantic)."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with our_endings():
+        with OurEndings():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        with our_endings():
+        with OurEndings():
             return super().invoke(ctx)
 
 

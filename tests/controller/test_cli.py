@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.cli import loudness_first
+from controller.command_line import loudness_first
 from controller.commands.table import app
 from tests.dflashctl import ROOT, command, dflashctl, environment
 from tests.waiting import until

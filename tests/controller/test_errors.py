@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from controller import errors
-from controller.cli import BROKEN_PIPE
+from controller.command_line import BROKEN_PIPE
 from controller.errors import INTERNAL_EXIT_CODE, ConnectionLostError, DflashctlError, UnreachableError
 
 
