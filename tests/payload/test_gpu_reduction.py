@@ -42,10 +42,15 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flat(device: torch.device, dtype: torch.dtype, place: weights.SumPlace) -> FlatWeights:
-    """1.3 million numbers in three buckets or more."""
-    with torch.device(device):
-        module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5)), nn.RMSNorm(777))
-    return FlatWeights(module, dtype, gradient=dtype, place=place)
+    """1.3 million numbers in three buckets or more; none by a GPU's own generator, since others capture."""
+    module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5)), nn.RMSNorm(777))
+    return FlatWeights(module.to(device), dtype, gradient=dtype, place=place)
+
+
+def square(device: torch.device) -> Tensor:
+    """Something to multiply, likewise."""
+    dice = torch.Generator(device).manual_seed(0)
+    return torch.randn(2048, 2048, device=device, dtype=torch.bfloat16, generator=dice)
 
 
 def random_gradients(
@@ -176,7 +181,7 @@ def test_200_sums_are_right_while_other_threads_compute_copy_allocate_and_captur
             sum(torch.cat([g.flatten() for g in every[n][step]]) for n in range(len(devices)))
             for step in range(4)
         ]
-        a = torch.randn(2048, 2048, device=devices[number], dtype=torch.bfloat16)
+        a = square(devices[number])
         bad = torch.zeros((), dtype=torch.int64, device=devices[number])
         statistics = torch.zeros(3, dtype=torch.float64, device=devices[number])
         try:
@@ -193,7 +198,7 @@ def test_200_sums_are_right_while_other_threads_compute_copy_allocate_and_captur
     def target(number: int) -> None:
         """Computes, copies to the other GPU, and allocates."""
         other = devices[1 - number]
-        a = torch.randn(2048, 2048, device=devices[number], dtype=torch.bfloat16)
+        a = square(devices[number])
         turn = 0
         while not over.is_set():
             turn += 1
