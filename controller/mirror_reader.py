@@ -33,14 +33,14 @@ class Piece:
 
 
 class MirrorReader:
-    """Reads one appended file of the mirror in `directory` from its start.
+    """Reads `train.log` of the mirror in `directory` from its start.
 
     `skip_holes`: go on behind bytes that are missing; otherwise wait until they are there.
     """
 
-    def __init__(self, directory: Path, name: str = rundir.TRAIN_LOG, *, skip_holes: bool = True) -> None:
+    def __init__(self, directory: Path, *, skip_holes: bool = True) -> None:
         self._directory = directory
-        self._name = name
+        self._path = directory / rundir.TRAIN_LOG
         self.skip_holes = skip_holes
         """Whether to go on behind missing bytes; may change at any time."""
         self._key: tuple[int, int, int] | None = None
@@ -115,9 +115,9 @@ class MirrorReader:
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever there may be something new to read, by the files' status alone."""
         found: list[int] = []
-        for name in (MIRROR, self._name):
+        for path in (self._directory / MIRROR, self._path):
             try:
-                status = (self._directory / name).stat()
+                status = path.stat()
                 found += (status.st_ino, status.st_size, status.st_mtime_ns)
             except OSError:
                 found.append(-1)
@@ -141,7 +141,7 @@ class MirrorReader:
             first = start
         position, wanted = end, count
         try:
-            with (self._directory / self._name).open("rb") as file:
+            with self._path.open("rb") as file:
                 while position > first and count:
                     start = max(first, position - 65536)
                     file.seek(start)
@@ -175,7 +175,7 @@ class MirrorReader:
             return None
         if self._descriptor < 0:
             try:
-                self._descriptor = os.open(self._directory / self._name, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 return None
         data = os.pread(self._descriptor, max(0, min(most, stop - start)), start)
@@ -186,14 +186,14 @@ class MirrorReader:
         if not extents:
             return 0
         try:
-            return max(extents.end, (self._directory / self._name).stat().st_size)
+            return max(extents.end, self._path.stat().st_size)
         except OSError:
             return 0
 
     def known(self) -> tuple[int | None, Extents]:
         """The file's generation, None when nothing is known of it, and which bytes of it are here."""
         files = self.record().get("files")
-        entry = files.get(self._name) if isinstance(files, dict) else None
+        entry = files.get(rundir.TRAIN_LOG) if isinstance(files, dict) else None
         generation = entry.get("generation") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or type(generation) is not int:
             return None, Extents()

@@ -65,8 +65,8 @@ class Lines(Widget):
 
     DEFAULT_CSS = "Lines { height: auto; }"
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
         self._lines: list[Text] = []
 
     @property
@@ -100,8 +100,8 @@ class LineView(ScrollView, can_focus=True):
 
     DEFAULT_CSS = "LineView { height: 1fr; scrollbar-size-vertical: 1; }"
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
         self._shown: list[Text] = []
         self.stick_to_end = False
 

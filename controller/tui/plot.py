@@ -98,8 +98,7 @@ def scale_of(curves: Sequence[Curve], window: Window, *, log: bool) -> Scale | N
 
 def plot_lines(
     curves: Sequence[Curve], width: int, height: int, window: Window | None, *, log: bool = False,
-    cursor: float | None = None, x_text: Callable[[float], str] = figures.tick, dim: bool = False,
-    y_text: Callable[[float], str] = figures.tick,
+    cursor: float | None = None, dim: bool = False,
 ) -> list[Text]:  # fmt: skip
     """`height` lines of `width` columns: curves, vertical axis, and below them the horizontal one.
 
@@ -121,7 +120,7 @@ def plot_lines(
         for row, column in ((r, c) for r in range(rows) for c in range(columns) if own[r][c]):
             bits[row][column], styles[row][column] = own[row][column], style  # a cell has one colour
     at = None if cursor is None else min(columns - 1, max(0, int(cursor * columns)))
-    ticks = _y_ticks(scale, rows, y_text)
+    ticks = _y_ticks(scale, rows)
     lines = []
     for row in range(rows):
         text = Text(f"{ticks.get(row, ''):>{LABEL_COLUMNS - 1}}", style=LABEL, no_wrap=True, end="")
@@ -138,7 +137,7 @@ def plot_lines(
             else:
                 text.append(" ")
         lines.append(text)
-    lines.append(_x_axis(window, columns, x_text))
+    lines.append(_x_axis(window, columns))
     return _padded(lines, width, height)
 
 
@@ -215,7 +214,7 @@ def _join(start: tuple[int, int], end: tuple[int, int], dot: Callable[[int, int]
         dot(x0 + round((x1 - x0) * step / steps), y0 + round((y1 - y0) * step / steps))
 
 
-def _y_ticks(scale: Scale, rows: int, y_text: Callable[[float], str]) -> dict[int, str]:
+def _y_ticks(scale: Scale, rows: int) -> dict[int, str]:
     """Labels by row, from the top."""
     most = max(2, min(6, rows // 2))
     values = log_ticks(scale.low, scale.high, most) if scale.log else ticks(scale.low, scale.high, most)
@@ -224,16 +223,16 @@ def _y_ticks(scale: Scale, rows: int, y_text: Callable[[float], str]) -> dict[in
         share = scale.share(value)
         if share is not None and 0 <= share <= 1:
             row = rows - 1 - min(4 * rows - 1, round(share * (4 * rows - 1))) // 4
-            found.setdefault(row, y_text(value)[: LABEL_COLUMNS - 1])
+            found.setdefault(row, figures.tick(value)[: LABEL_COLUMNS - 1])
     return found
 
 
-def _x_axis(window: Window, columns: int, x_text: Callable[[float], str]) -> Text:
+def _x_axis(window: Window, columns: int) -> Text:
     text = Text(" " * LABEL_COLUMNS, no_wrap=True, end="")
     span = window.end - window.start
     end = 0
     for value in ticks(window.start, window.end, max(2, columns // 8)) if span else [window.start]:
-        label = x_text(value)
+        label = figures.tick(value)
         middle = round((value - window.start) / span * (columns - 1)) if span else columns // 2
         start = min(max(0, middle - len(label) // 2), columns - len(label))
         if start < end or start < 0:
