@@ -47,6 +47,16 @@ def test_every_command_that_a_help_text_shows_can_be_typed() -> None:
             check(words)
 
 
+def test_the_map_of_the_controller_names_every_module_of_it_and_no_other() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    section = text.partition("## The controller's modules")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", section)
+    folder = ROOT / "controller"
+    modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    packages = [f"{path.parent.name}/" for path in folder.glob("*/__init__.py")]
+    assert sorted(named) == sorted([*modules, *packages])
+
+
 def test_what_is_to_be_written_anew_need_not_be_readable_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
