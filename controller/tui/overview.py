@@ -203,11 +203,12 @@ def speed_line(state: RunState, width: int) -> Text:
         parts.append((6, " ", remote(p.execution, LABEL)))
     if p.mfu_share is not None:
         parts.append((4, "  ", _figure("MFU", figures.share(p.mfu_share), value)))
-    recompiled = _figure("recompiles", figures.count(p.recompiles), WARN if p.recompiles else value)
-    parts.append((2 if p.recompiles else 9, "  ", recompiled))
-    if p.checkpoint_step is None:
-        parts.append((3, "  ", _figure("ckpt", "none", value)))
-    else:
+    if p.recompiles is not None:  # a log that is no run's says nothing of them, nor of checkpoints
+        recompiled = _figure("recompiles", figures.count(p.recompiles), WARN if p.recompiles else value)
+        parts.append((2 if p.recompiles else 9, "  ", recompiled))
+        if p.checkpoint_step is None:
+            parts.append((3, "  ", _figure("ckpt", "none", value)))
+    if p.checkpoint_step is not None:
         parts.append((3, "  ", _figure("ckpt", figures.count(p.checkpoint_step), value)))
         ago = figures.span(state.container_age(p.checkpoint_t))
         parts.append((5, " ", line((f"{ago} ago", LABEL))))

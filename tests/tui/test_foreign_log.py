@@ -64,6 +64,7 @@ async def test_its_buckets_gpus_roles_steps_and_tail_are_shown_under_its_own_nam
             "8 × H200", "step     80  loss",
         ):  # fmt: skip
             assert part in shown, part
+        assert "recompiles" not in shown and "ckpt" not in shown
         await pilot.press("4", "z")
         await pilot.pause()
         shown = screen_text(pilot)
