@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
+from typing import Final
 from typing import Literal
 
 from controller.errors import RunLostError
@@ -82,6 +84,27 @@ class Word(enum.StrEnum):
         return self in (Word.FAILED, Word.KILLED, Word.LOST)
 
 
+SHAPES: Final[Mapping[Word, str]] = {
+    Word.LIVE: "●",
+    Word.LAUNCHING: "◔",
+    Word.CONNECTING: "◌",
+    Word.STOPPING: "◧",
+    Word.RESTARTING: "⟳",
+    Word.ENDING: "◧",
+    Word.STALLED: "▲",
+    Word.STALE: "○",
+    Word.RECONNECTING: "↻",
+    Word.REFUSED: "⊘",
+    Word.UNKNOWN: "?",
+    Word.FINISHED: "✓",
+    Word.STOPPED: "■",
+    Word.FAILED: "✗",
+    Word.KILLED: "✗",
+    Word.LOST: "†",
+}
+"""A mark of each state; round open ones are "no news", crosses are "dead"."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """The word, the rest of its headline (`#3 next 8s`, `rc=1`), a sentence, and the exit code."""
@@ -113,7 +136,8 @@ def judge(
     if exit_record and (whole(exit_record, "attempt") or 1) != (whole(status, "attempt") or 1):
         exit_record = None  # the word of an older attempt
     last_heard = number(mirror, "last_heard")
-    news_age = None if last_heard is None else max(0.0, now - last_heard)
+    # A clock that was set back since makes old news look new: news of an hour ahead is an hour old at least.
+    news_age = None if last_heard is None else abs(now - last_heard)
     container_now = now + (number(mirror, "clock_difference_s") or 0.0)
     written = text(status, "state")
     ended = _ended(status, exit_record, mirror, limits)
@@ -176,7 +200,7 @@ def _connection(mirror: Record, news_age: float | None, now: float, limits: Limi
     hint = text(mirror, "hint")
     said = ". ".join(filter(None, (error.rstrip("."), hint)))
     written_at = number(mirror, "t")
-    watched = written_at is not None and now - written_at <= limits.mirror_s
+    watched = written_at is not None and abs(now - written_at) <= limits.mirror_s
     if watched and state == "refused":
         return Health(word=Word.REFUSED, detail=said or "the feed refuses")
     if watched and state == "reconnecting":

@@ -61,7 +61,7 @@ class Trouble:
         if state == "ended":
             asks = mirror is not None and mirror.is_asking and now - self._since > _PATIENCE_S
             return ("asking its place whether it was resumed" if asks else ""), ""
-        if not ours and written is not None and now - written > self._stale_s:
+        if not ours and written is not None and abs(now - written) > self._stale_s:
             if mirror is not None and now - self._since > _PATIENCE_S:
                 pid = record.get("pid")
                 return f"process {pid} holds this run's mirror and does nothing; is it stopped?", ""

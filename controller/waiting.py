@@ -78,7 +78,7 @@ class Waiter:
         )
         if self.mirror is None or self.mirror.reads_only:
             t = number(record, "t")
-            if t is None or time.time() - t > self._stale_s:
+            if t is None or abs(time.time() - t) > self._stale_s:
                 return time.time() - self._start > _PATIENCE_S  # its writer stands still
             return settled
         return not self.mirror.running or (self.mirror.holds_lock and settled)

@@ -52,6 +52,10 @@ HEADLINES: list[tuple[str, Record]] = [
     ("LIVE", {"mirror": mirror(), "status": status(), "progress": progress()}),
     ("STALE 40s", {"mirror": mirror(heard=40, written=40), "status": status(age=40)}),
     ("STALE 40s", {"mirror": mirror(heard=40), "status": status(age=40)}),
+    # This machine's clock was set back by an hour since.
+    ("STALE 1h00m", {"mirror": mirror(heard=-3600, written=-3600), "status": status(age=-3600)}),
+    ("STALE 1h00m",
+     {"mirror": mirror("reconnecting", heard=-3600, written=-3600), "status": status(age=-3600)}),
     ("RECONNECTING #3 next 8s",
      {"mirror": mirror("reconnecting", heard=20, tries=3, next_try=NOW + 8), "status": status(age=20)}),
     ("RECONNECTING #1 now",
