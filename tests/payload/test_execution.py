@@ -14,6 +14,7 @@ import remote_payload
 from remote_payload.job import JobError
 from remote_payload.train import execution
 from remote_payload.train.execution import COMPILED, EAGER, GRAPH, REDUCE_OVERHEAD, build, compiler, decide
+from tests.payload.recompiles import no_recompiles
 
 PACKAGE = Path(remote_payload.__file__).parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -117,7 +118,7 @@ def test_a_recompile_raises_where_none_is_allowed(monkeypatch: pytest.MonkeyPatc
     )
     run = build(double, COMPILED, "strict")
     run(torch.ones(3))
-    with execution.no_recompiles():
+    with no_recompiles():
         assert run(torch.zeros(3)).equal(torch.ones(3))
         with pytest.raises(RuntimeError, match="recompile"):
             run(torch.ones(4))

@@ -15,6 +15,7 @@ from remote_payload.train.devices import on_device
 from remote_payload.train.drafter import attend
 from remote_payload.train.flash_attention import unavailable
 from remote_payload.train.row_mask import FLASH, FLEX, AttentionSizes, RowMask
+from tests.payload.recompiles import no_recompiles
 from tests.payload.small_replica import make_replica, rows, run_rows
 
 DEVICE = torch.device("cuda:0")
@@ -95,7 +96,7 @@ def test_steps_by_either_kernel_are_the_same_within_rounding(tmp_path: Path) -> 
             replica = make_replica(tmp_path, DEVICE, "bfloat16", attention=kind)
             warm = replica.warm_up("graph")
             assert (warm.execution, warm.attention) == ("graph", kind), warm
-            with execution.no_recompiles():
+            with no_recompiles():
                 results.append(run_rows(replica, given))
     for (loss, slope), (other, other_slope) in zip(*results, strict=True):
         assert loss == pytest.approx(other, rel=2e-2)

@@ -20,6 +20,7 @@ from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.replay import BOUND
 from remote_payload.train.replica import Replica
 from remote_payload.train.weights import FlatWeights
+from tests.payload.recompiles import no_recompiles
 from tests.payload.small_replica import load, make_replica, rows, run_rows
 from tests.payload.tiny import job_values
 
@@ -56,7 +57,7 @@ def test_a_replay_is_the_compiled_pass_to_the_bit_over_200_rows_and_nothing_is_c
     """The same kernels in the same order, over rows with other masks, anchors and empty slots."""
     given = rows(tmp_path, 200)
     compiled, graph = (warmed(tmp_path, rung, dtype) for rung in (execution.COMPILED, execution.GRAPH))
-    with execution.no_recompiles():
+    with no_recompiles():
         results = [run_rows(replica, given) for replica in (compiled, graph)]
     for number, ((loss, slope), (other, replayed)) in enumerate(zip(*results, strict=True)):
         assert loss == other, number

@@ -21,6 +21,7 @@ from remote_payload.train.target_layout import Packed, Padded
 from remote_payload.train.target_pass import TargetPass
 from remote_payload.train.target_shapes import PackedShape, PaddedShape
 from tests.payload.families import write_family
+from tests.payload.recompiles import no_recompiles
 from tests.payload.test_target_pass import plain_documents
 
 pytestmark = [
@@ -98,7 +99,7 @@ def test_replays_over_random_batches_are_the_models_own_passes(
     target, last_hidden = load(tmp_path, family), family in FAMILIES[::2]
     forward = captured(target, GRAPH, layout, last_hidden)
     kept = []
-    with execution.no_recompiles():
+    with no_recompiles():
         for ids, lengths in batches(40):
             found = forward.packed(ids, lengths)
             assert apart(found, own(target, ids, lengths, last_hidden))[0] < 5e-2
@@ -110,7 +111,7 @@ def test_replays_over_random_batches_are_the_models_own_passes(
 def test_compiled_layers_are_compiled_in_warm_up_alone_and_give_the_same(tmp_path: Path) -> None:
     target = load(tmp_path, "qwen3")
     forward = captured(target, COMPILED, PACKED)
-    with execution.no_recompiles():
+    with no_recompiles():
         for ids, lengths in batches(20):
             assert apart(forward.packed(ids, lengths), own(target, ids, lengths))[0] < 5e-2
 
@@ -123,7 +124,7 @@ def test_auto_tries_compiled_layers_and_says_what_it_took_and_why(tmp_path: Path
         result = forward.warm_up(AUTO, [PACKED, PADDED])
     assert result.execution in (GRAPH, COMPILED) and not result.steps_down and forward.layout is PACKED
     assert "compiled layers take" in result.reason and "plain ones" in result.reason
-    with execution.no_recompiles():
+    with no_recompiles():
         for ids, lengths in batches(6):
             assert apart(forward.packed(ids, lengths), own(target, ids, lengths))[0] < 5e-2
 
