@@ -227,3 +227,11 @@ def _word(gpu: Gpu, *, sampled: bool, training: bool) -> GpuWord:
     if training and recent and sum(recent) / len(recent) < IDLE_SHARE:
         return GpuWord.IDLE
     return GpuWord.WORKING
+
+
+def gpu_role(gpu: Gpu) -> str:
+    """`T` for a target, `D` for a drafter, `TD` for both, `-`."""
+    roles = ("T" if any(r.startswith("target") for r in gpu.roles) else "") + (
+        "D" if any(r.startswith("draft") for r in gpu.roles) else ""
+    )
+    return roles or "-"

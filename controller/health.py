@@ -14,8 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Final
-from typing import Literal
+from typing import Final, Literal
 
 from controller.errors import RunLostError
 from controller.run_records import Record, number, table, text, whole

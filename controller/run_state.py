@@ -207,6 +207,11 @@ class RunState:
         return self.health.news_age_s
 
     @property
+    def has_crash(self) -> bool:
+        """Whether there is something to show of how it died."""
+        return bool(self.crashes) or self.health.word.died
+
+    @property
     def first_crash(self) -> Crash | None:
         """The thread that failed first."""
         return self.crashes[0] if self.crashes else None

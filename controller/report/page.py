@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from controller import __version__, figures
 from controller.diagnose import alarms
-from controller.health import Word, age_text
+from controller.health import SHAPES, Word, age_text
 from controller.report import tables
 from controller.report.markup import Markup, el, join, lines, text
 from controller.report.plots import plots
@@ -16,8 +16,6 @@ from controller.report.style import CSS, SCRIPT, policy
 from controller.run_records import Crash, number, whole
 from controller.run_state import RunState
 from controller.text import safe_lines
-from controller.tui.crash_panel import has_crash
-from controller.tui.palette import STATES
 
 _STATE_CLASSES = {
     Word.LIVE: "good", Word.FINISHED: "blue", Word.STOPPED: "blue", Word.FAILED: "dead", Word.KILLED: "dead",
@@ -87,7 +85,7 @@ def _when(t: float) -> str:
 
 def _head(state: RunState) -> Markup:
     health = state.health
-    shape = STATES[health.word][0]
+    shape = SHAPES[health.word]
     style = _STATE_CLASSES.get(health.word, "away")
     said = []
     if health.word.no_news and health.written:
@@ -148,7 +146,7 @@ def _facts(state: RunState) -> Markup:
 
 
 def _crash(state: RunState) -> Markup | None:
-    if not has_crash(state):
+    if not state.has_crash:
         return None
     crash, diagnosis = state.first_crash, state.diagnosis
     parts: list[Markup | None] = []

@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from controller import figures
+from controller.gpu_state import gpu_role
+from controller.plots import PLOTS, Look, Plot, decoded, promised, step_window, time_window
 from controller.report.markup import Markup, el
 from controller.run_state import RunState
 from controller.series import Point, Series, segments
-from controller.tui.acceptance import decoded, promised
-from controller.tui.curves import PLOTS, Look, Plot, step_window, time_window
-from controller.tui.gpu_panel import gpu_role
 
 WIDTH, HEIGHT = 560, 210
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22

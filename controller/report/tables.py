@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from controller import figures
-from controller.gpu_state import GpuWord
+from controller.gpu_state import GpuWord, gpu_role
 from controller.health import age_text
 from controller.job_table import job_table
 from controller.report.markup import Child, Markup, el
 from controller.run_events import Level
 from controller.run_state import RunState
-from controller.tui.gpu_panel import gpu_role
 
 Column = tuple[str, bool]
 """A heading, and whether its cells are numbers."""

@@ -6,32 +6,16 @@ of the conditional accuracies up to k. Where bars stay below lines, the estimate
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 from rich.text import Text
 
 from controller import figures
+from controller.plots import decoded, promised
 from controller.run_state import RunState
 from controller.tui.lines import line
 from controller.tui.palette import CURVE_COLOURS, FAINT, LABEL, RULE_STYLE
 from controller.tui.plot import LABEL_COLUMNS
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def promised(conditional: Sequence[float | None]) -> list[float]:
-    """Share of blocks right up to each position, from accuracies given that all before were right."""
-    known = list(itertools.takewhile(lambda share: share is not None, conditional))
-    return list(itertools.accumulate((share or 0.0 for share in known), lambda a, b: a * b))
-
-
-def decoded(state: RunState) -> list[float]:
-    """Acceptance by position of the newest evaluation that has it."""
-    for one in reversed(state.history.evaluations):
-        if one.acceptance:
-            return [share or 0.0 for share in one.acceptance]
-    return []
 
 
 def acceptance_values(state: RunState) -> Text:

@@ -20,11 +20,6 @@ MOST_ERROR_ROWS = 4
 """Of the error above the diagnosis; the traceback ends with all of it."""
 
 
-def has_crash(state: RunState) -> bool:
-    """Whether there is something to show."""
-    return bool(state.crashes) or state.health.word.died
-
-
 def crash_lines(state: RunState, width: int) -> list[Text]:
     """Title, diagnosis, how to go on, and the traceback of the first thread that failed, or the log's end."""
     crash = state.first_crash

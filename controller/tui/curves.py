@@ -7,18 +7,15 @@ dot in minutes, so a plot is drawn again only when a dot of it would be seen els
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-from collections.abc import Callable, Sequence
-
 from rich.text import Text
 
 from controller import figures
+from controller.gpu_state import gpu_role
+from controller.plots import PLOTS, Look, Plot, first_useful, nearest, step_window, time_window
 from controller.run_state import RunState
-from controller.series import Point, Series
+from controller.series import Series
 from controller.tui.acceptance import acceptance_lines, acceptance_values
 from controller.tui.gpu_panel import STALE_S as GPU_STALE_S
-from controller.tui.gpu_panel import gpu_role
 from controller.tui.lines import Part, fitted, line
 from controller.tui.overview import age_mark, is_stale
 from controller.tui.palette import (
@@ -33,92 +30,12 @@ from controller.tui.palette import (
     VALUE,
     WARN,
 )
-from controller.tui.plot import Curve, Window, plot_lines, strip
+from controller.tui.plot import Curve, plot_lines, strip
 
 CURVES_STALE_S = 30.0
 """Steps are told once a second, or once a step where a step takes longer."""
 
 _STRIP_MARGIN = 7
-
-Shown = Callable[[float | None], str]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Look:
-    """What of the curves is shown: a part of the horizontal axis and the cursor, as shares of the whole."""
-
-    start: float = 0.0
-    end: float = 1.0
-    cursor: float | None = None
-    """As a share of the part that is shown."""
-    log: bool = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing is zoomed away."""
-        return self.start == 0.0 and self.end == 1.0
-
-    def zoomed(self, factor: float) -> Look:
-        """Nearer (`factor` below 1) or farther, around the cursor or the newest values."""
-        around = self.start + (1.0 if self.cursor is None else self.cursor) * (self.end - self.start)
-        span = min(1.0, max(0.002, (self.end - self.start) * factor))
-        share = 1.0 if self.cursor is None else self.cursor
-        start = min(1.0 - span, max(0.0, around - share * span))
-        return dataclasses.replace(self, start=start, end=start + span if span < 1.0 else 1.0)
-
-    def moved(self, by: float) -> Look:
-        """The cursor moved by a share of the width; at an edge the picture moves instead."""
-        if self.cursor is None:
-            return dataclasses.replace(self, cursor=1.0 if by < 0 else 0.0)
-        cursor, span = self.cursor + by, self.end - self.start
-        start = self.start
-        if not 0.0 <= cursor <= 1.0:
-            start = min(1.0 - span, max(0.0, start + by * span))
-        return dataclasses.replace(
-            self, cursor=min(1.0, max(0.0, cursor)), start=start, end=start + span if span < 1.0 else 1.0
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plot:
-    """What one panel shows: names of curves in `RunState.curves` with their labels, or `source`."""
-
-    title: str
-    help: str
-    curves: tuple[tuple[str, str], ...] = ()
-    text: Shown = figures.short
-    smooth: bool = False
-    falls: bool = False
-    """Its first values are far above all others: they are left out once there are enough."""
-    linear: bool = False
-    """Never on a logarithmic scale."""
-    source: str = ""
-    """`busy` or `memory` of the GPUs, or `acceptance`."""
-
-
-def _three(value: float | None) -> str:
-    return figures.decimal(value, 3)
-
-
-def _two(value: float | None) -> str:
-    return figures.decimal(value, 2)
-
-
-PLOTS = (
-    Plot("loss", "the objective, and its debiased average over 50 steps",
-         (("loss", "raw"), ("loss_ema", "ema")), _three, falls=True),
-    Plot("tau", "tokens a round: ◆ by real decoding, and estimated on training blocks",
-         (("tau_estimate", "est"), ("tau", "decoded")), _two, smooth=True),
-    Plot("tok/s", "context tokens trained on a second", (("tokens_per_s", ""),), smooth=True),
-    Plot("gradient norm", "of all parameters, before clipping", (("gradient_norm", ""),), _two),
-    Plot("learning rate", "of AdamW", (("learning_rate", ""),), figures.scientific),
-    Plot("queues", "rows that wait for a target, for a drafter",
-         (("queue_batches", "batches"), ("queue_features", "features")), figures.count, linear=True),
-    Plot("acceptance", "share of blocks that keep at least k drafted tokens, k from 1",
-         source="acceptance", linear=True),
-    Plot("GPU busy", "utilisation of each GPU over time, by nvidia-smi", source="busy", linear=True),
-    Plot("GPU memory", "used part of each GPU's memory over time", source="memory", linear=True),
-)  # fmt: skip
 
 
 class Drawn:
@@ -164,27 +81,6 @@ def _body(state: RunState, plot: Plot, width: int, height: int, look: Look, dim:
     )
 
 
-def step_window(state: RunState, plot: Plot, look: Look) -> Window | None:
-    """The steps that are shown; None before the first."""
-    ends = [one.all_points for one in state.curves.values() if one.points or one.pending]
-    if not ends:
-        return None
-    start, end = min(points[0][0] for points in ends), max(points[-1][0] for points in ends)
-    if look.whole and plot.falls and not look.log:
-        start = _first_useful(state.curves[plot.curves[-1][0]]) or start
-    span = end - start
-    return Window(start + look.start * span, start + look.end * span)
-
-
-def time_window(state: RunState, look: Look) -> Window | None:
-    """The part of the GPUs' time that is shown."""
-    ends = [points for one in state.gpu_table.busy.values() if (points := one.all_points)]
-    if not ends:
-        return None
-    start, end = min(points[0][0] for points in ends), max(points[-1][0] for points in ends)
-    return Window(start + look.start * (end - start), start + look.end * (end - start))
-
-
 def _strips(state: RunState, plot: Plot, width: int, height: int, look: Look, dim: bool) -> list[Text]:
     """A row for each GPU: number, its share over time, the value at the cursor or the newest one."""
     series = state.gpu_table.busy if plot.source == "busy" else state.gpu_table.memory
@@ -217,15 +113,6 @@ def _strips(state: RunState, plot: Plot, width: int, height: int, look: Look, di
     for text in rows:
         text.pad_right(max(0, width - text.cell_len))
     return rows
-
-
-def nearest(points: Sequence[Point], x: float) -> float | None:
-    """The value of the point nearest to x; None: a gap, or no points."""
-    if not points:
-        return None
-    place = bisect.bisect_left(points, x, key=lambda p: p[0])
-    near = points[max(0, place - 1) : place + 1] or points[-1:]
-    return min(near, key=lambda p: abs(p[0] - x))[1]
 
 
 def _heading(state: RunState, plot: Plot, width: int, look: Look, chosen: bool) -> Text:
@@ -272,7 +159,7 @@ def _values(state: RunState, plot: Plot, look: Look) -> list[Part]:
     if look.log and not plot.linear:
         parts.append((5, " ", line(("log", LABEL))))
     if plot.falls and look.whole and not look.log and window is not None:
-        first = _first_useful(state.curves[plot.curves[-1][0]])
+        first = first_useful(state.curves[plot.curves[-1][0]])
         if first is not None:
             parts.append((6, " ", line((f"from step {figures.count(first)}", LABEL))))
     return parts
@@ -297,21 +184,6 @@ def _looks(series: Series, dots: int) -> tuple[int, int, int, int]:
     dot = max(1e-9, (end - start) / dots) if len(points) > dots else 1e-9
     gaps = sum(1 for _, y in points if y is None)
     return gaps, int(start), int(end / dot), series.stride
-
-
-def _first_useful(series: Series) -> float | None:
-    """The step from which a falling curve is drawn, so that its first hundred steps, far above all
-    that follow, do not press the rest flat; None: draw all of it.
-    """
-    points = [(x, y) for x, y in series.points if y is not None]
-    if len(points) < 50:
-        return None
-    values = sorted(y for _, y in points)
-    low, most = values[0], values[int(0.85 * len(values))]
-    limit = most + (most - low)
-    if points[0][1] <= limit:
-        return None
-    return next(x for x, y in points if y <= limit)
 
 
 def side_lines(state: RunState, drawn: Drawn, width: int, height: int, plots: int) -> list[Text]:

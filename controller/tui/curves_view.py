@@ -10,8 +10,9 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from controller import figures
+from controller.plots import PLOTS, Look, step_window
 from controller.run_state import RunState
-from controller.tui.curves import PLOTS, Drawn, Look, step_window
+from controller.tui.curves import Drawn
 from controller.tui.line_widgets import LineView
 from controller.tui.lines import line
 from controller.tui.palette import LABEL, PLAIN

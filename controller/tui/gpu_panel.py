@@ -13,7 +13,7 @@ from collections import Counter
 from rich.text import Text
 
 from controller import figures
-from controller.gpu_state import Gpu, GpuWord
+from controller.gpu_state import Gpu, GpuWord, gpu_role
 from controller.run_state import RunState
 from controller.tui.arrangement import GPU_CELL_COLUMNS, gpus_per_row
 from controller.tui.lines import heading, line, remote
@@ -131,11 +131,3 @@ def _cell(gpu: Gpu, *, dim: bool) -> Text:
     text.append(f"{power:>5}", style=value)
     text.append(f"{heat:>4}", style=value)
     return text
-
-
-def gpu_role(gpu: Gpu) -> str:
-    """`T` for a target, `D` for a drafter, `TD` for both, `-`."""
-    roles = ("T" if any(r.startswith("target") for r in gpu.roles) else "") + (
-        "D" if any(r.startswith("draft") for r in gpu.roles) else ""
-    )
-    return roles or "-"

@@ -10,8 +10,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widget import Widget
 
+from controller.plots import PLOTS
 from controller.tui import run_list
-from controller.tui.curves import PLOTS
 from controller.tui.curves_view import CurvesView
 from controller.tui.line_widgets import Lines, LineView
 from controller.tui.lines import hanging, line

@@ -10,7 +10,7 @@ from rich.style import Style
 from textual.theme import Theme
 
 from controller.gpu_state import GpuWord
-from controller.health import Word
+from controller.health import SHAPES, Word
 from controller.run_events import Level
 
 BLACK = "#000000"
@@ -64,25 +64,27 @@ def _chip(background: str, ink: str = BLACK) -> Style:
 
 _GOOD, _AWAY, _DEAD = _chip(GREEN), _chip(YELLOW), _chip(VERMILLION, "#FFFFFF")
 
-STATES: dict[Word, tuple[str, Style]] = {
-    Word.LIVE: ("●", _GOOD),
-    Word.LAUNCHING: ("◔", _chip(SKY)),
-    Word.CONNECTING: ("◌", _AWAY),
-    Word.STOPPING: ("◧", _chip(ORANGE)),
-    Word.RESTARTING: ("⟳", _chip(ORANGE)),
-    Word.ENDING: ("◧", _chip(ORANGE)),
-    Word.STALLED: ("▲", _chip(ORANGE)),
-    Word.STALE: ("○", _AWAY),
-    Word.RECONNECTING: ("↻", _AWAY),
-    Word.REFUSED: ("⊘", _AWAY),
-    Word.UNKNOWN: ("?", _AWAY),
-    Word.FINISHED: ("✓", _chip(BLUE, "#FFFFFF")),
-    Word.STOPPED: ("■", _chip(BLUE, "#FFFFFF")),
-    Word.FAILED: ("✗", _DEAD),
-    Word.KILLED: ("✗", _DEAD),
-    Word.LOST: ("†", _DEAD),
+_STATE_STYLES: dict[Word, Style] = {
+    Word.LIVE: _GOOD,
+    Word.LAUNCHING: _chip(SKY),
+    Word.CONNECTING: _AWAY,
+    Word.STOPPING: _chip(ORANGE),
+    Word.RESTARTING: _chip(ORANGE),
+    Word.ENDING: _chip(ORANGE),
+    Word.STALLED: _chip(ORANGE),
+    Word.STALE: _AWAY,
+    Word.RECONNECTING: _AWAY,
+    Word.REFUSED: _AWAY,
+    Word.UNKNOWN: _AWAY,
+    Word.FINISHED: _chip(BLUE, "#FFFFFF"),
+    Word.STOPPED: _chip(BLUE, "#FFFFFF"),
+    Word.FAILED: _DEAD,
+    Word.KILLED: _DEAD,
+    Word.LOST: _DEAD,
 }
-"""Shape and style of each state; round open shapes are "no news", crosses are "dead"."""
+
+STATES = {word: (SHAPES[word], style) for word, style in _STATE_STYLES.items()}
+"""Shape and style of each state."""
 
 GPU_WORDS: dict[GpuWord, Style] = {
     GpuWord.WORKING: GOOD,

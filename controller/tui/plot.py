@@ -7,7 +7,6 @@ logarithmic scale what is not positive is a gap as well.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from controller import figures
+from controller.plots import Window
 from controller.series import Point
 from controller.tui.palette import BAD, FAINT, LABEL, RULE_STYLE, VALUE
 
@@ -40,24 +40,6 @@ class Curve:
     marks: bool = False
     smooth: bool = False
     """Drawn as the mean of each dot column: its noise says nothing."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Window:
-    """The part of the horizontal axis that is shown."""
-
-    start: float
-    end: float
-
-    def inside(self, points: Sequence[Point]) -> Sequence[Point]:
-        """Of `points` those shown, and one more on either side, so that a line leaves the picture."""
-        first = bisect.bisect_left(points, self.start, key=lambda p: p[0])
-        last = bisect.bisect_right(points, self.end, key=lambda p: p[0])
-        return points[max(0, first - 1) : last + 1]
-
-    def at(self, share: float) -> float:
-        """The x at a share of the width, 0 to 1."""
-        return self.start + share * (self.end - self.start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

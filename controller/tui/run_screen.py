@@ -22,7 +22,7 @@ from controller.run_state import RunState
 from controller.text import safe_line
 from controller.tui.arrangement import Arrangement, arrange, gpus_per_row
 from controller.tui.bucket_panel import bucket_lines
-from controller.tui.crash_panel import crash_lines, has_crash
+from controller.tui.crash_panel import crash_lines
 from controller.tui.curves import Drawn, side_lines
 from controller.tui.curves_view import CurvesView
 from controller.tui.gpu_panel import gpu_lines, gpu_summary
@@ -184,7 +184,7 @@ class RunScreen(Screen[None]):
         """What a copy takes: selected lines of the log, how the run died, or what the tab shows."""
         if self.tab == "log" and self.log_view.selecting:
             return self.log_view.visible_text()
-        if self._crash_shown or (self.tab == "threads" and has_crash(self._state)):
+        if self._crash_shown or (self.tab == "threads" and self._state.has_crash):
             return issue_report(self._state, self._state.last_words, users=local_users())
         if self.tab in ("threads", "events", "curves"):
             return "\n".join(text.plain for text in self._view(self.tab).lines)
@@ -285,7 +285,7 @@ class RunScreen(Screen[None]):
     @property
     def _crash_shown(self) -> bool:
         hidden = self._crash_hidden or self._zoomed or self.tab == "threads"  # which has it
-        return has_crash(self._state) and not hidden
+        return self._state.has_crash and not hidden
 
     def _arrange(self) -> Arrangement:
         """Give rows to widgets, where the arrangement has changed."""
@@ -300,7 +300,7 @@ class RunScreen(Screen[None]):
             detail=0 if crash else len(detail_lines(state, size.width)),
             zoomed=self._zoomed
             or self.tab == "curves"
-            or (self.tab == "threads" and has_crash(state))
+            or (self.tab == "threads" and state.has_crash)
             or (self.tab != "log" and size.height < SMALL_ROWS),
             crash=len(crash_lines(state, size.width - 4)) if crash else 0,
         )
@@ -352,7 +352,7 @@ class RunScreen(Screen[None]):
     def _footer_line(self) -> Text:
         if self._noted:
             return line((f" {self._note}", WARN))
-        died, ended = has_crash(self._state), self._state.ended
+        died, ended = self._state.has_crash, self._state.ended
         return key_line(self._keys, self.tab, self.size.width, died=died, ended=ended)
 
 

@@ -11,12 +11,13 @@ from rich.text import Text
 
 from controller.changes import change_line
 from controller.issue_report import issue_report
+from controller.plots import PLOTS, Look
 from controller.report.page import report_page
 from controller.run_reader import RunReader
 from controller.run_state import RunState
 from controller.status import status_lines
 from controller.tui import bucket_panel, gpu_panel, overview, thread_panel, thread_tab
-from controller.tui.curves import PLOTS, Drawn, Look
+from controller.tui.curves import Drawn
 from controller.tui.run_list import run_rows, run_table
 from tests.tui import golden
 from tests.tui.conftest import Open, screen_text

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.plots import Look, Window, nearest, promised
 from controller.run_records import BOUND
 from controller.series import Point, Series
-from controller.tui.acceptance import promised
-from controller.tui.curves import Look, nearest
 from controller.tui.palette import OKABE_ITO, SKY
 from controller.tui.plot import (
     LABEL_COLUMNS,
     Curve,
-    Window,
     log_ticks,
     plot_lines,
     strip,

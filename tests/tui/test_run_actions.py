@@ -360,7 +360,7 @@ async def test_the_command_palette_has_the_actions_of_the_keys() -> None:
 async def test_help_has_every_binding_and_every_column(tmp_path: Path) -> None:
     from textual.binding import Binding
 
-    from controller.tui.curves import PLOTS
+    from controller.plots import PLOTS
     from controller.tui.curves_view import CurvesView
     from controller.tui.line_widgets import LineView
     from controller.tui.log_view import LogView
