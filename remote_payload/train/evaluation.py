@@ -30,8 +30,8 @@ LOGIT_GAP = 0.25
 Between 16 and 32, where the best logit of most models lies, one step of bfloat16 is 0.125. Read twice, either
 logit may move by a step, and in opposite directions: two steps. Measured on SmolLM2-135M-Instruct in
 bfloat16, 584 tokens read alone and all at once: the gap changed by 0.125 at the 90th percentile, 0.25 at the
-99th, 0.375 at most (best logits up to 43, where the bound is 0.5). Of 16 texts of 40 tokens, read in blocks of
-8, 5 parted, at gaps of 0.25 or less.
+99th, 0.375 at most (best logits up to 43, where the bound is 0.5). Of 16 texts of 40 tokens, read in blocks
+of 8, 5 parted, at gaps of 0.25 or less.
 """
 
 
