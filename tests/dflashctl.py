@@ -16,11 +16,10 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Nothing of the tester's own settings, fast clocks, and `changes`."""
+    """Nothing of the tester's own settings, and `changes`."""
     return {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(ROOT),
-        "DFLASHCTL_TIME_SCALE": "0.1",
         **changes,
     }
 

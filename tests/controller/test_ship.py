@@ -136,7 +136,7 @@ def test_bytes_that_were_changed_on_the_way_are_refused(package: Path, place: Pl
 def test_a_transfer_that_breaks_off_leaves_nothing_valid(package: Path, place: Place) -> None:
     payload = pack(package)
     argv = [place.python, "-I", "-c", Path(receiver.__file__).read_text(), place.workspace]
-    done = place.run([*argv, payload.digest, str(len(payload.tar))], stdin=payload.tar[:5000], timeout=20)
+    done = place.run([*argv, payload.digest, str(len(payload.tar))], stdin=payload.tar[:5000], timeout=60)
     assert done.status == 1
     assert b"only 5000 of" in done.stdout
     assert ship(place, payload, []).sent

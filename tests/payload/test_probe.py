@@ -47,6 +47,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     def stand_in(limit: float, command: list[str], **options: Any) -> Any:
         mode = json.loads(command[3])["mode"]
+        limit = limit if mode == "hangs" else 60.0  # a busy machine's start is no hang
         return run(limit, [sys.executable, "-c", programs[mode]], **options)
 
     monkeypatch.setattr(probe, "run_within", stand_in)
@@ -122,7 +123,7 @@ def outcome(mode: str, where: str) -> Any:
     """What the process of a mode says on this machine's CPU."""
     given = json.dumps({"mode": mode, "trees": None, "where": where, "passes": "forward + backward"})
     command = [sys.executable, str(PAYLOAD), "probe-mode", given, "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -72,7 +72,7 @@ FAULTS = {
 def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_every_threads_stack(
     tmp_path: Path, thread: str
 ) -> None:
-    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, drafters=["cpu"] * 2, crash_grace=60.0)
+    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, drafters=["cpu"] * 2, crash_grace=180.0)
     started = time.time()
     assert trial.fork(functools.partial(fail_at, *FAULTS[thread], raise_broken)) == 1
     (crash,) = trial.crashes()
@@ -89,7 +89,7 @@ def test_a_failure_in_any_thread_ends_the_run_at_once_with_its_traceback_and_eve
     assert stacks.count("Thread 0x") >= 6
     end = trial.exit
     assert (end["outcome"], end["exit_code"]) == ("crashed", 1) and end["error"].endswith("on purpose")
-    assert end["t"] - crash["t"] < 30, "nobody waited for the grace to be over"
+    assert end["t"] - crash["t"] < 150, "nobody waited for the grace to be over"
     (event,) = trial.events("crash")
     assert event["first"] is True and event["file"].startswith("thread-")
     assert event["thread"] == crash["thread"] and event["error"] == crash["error"]
@@ -156,8 +156,9 @@ def break_both_targets() -> None:
     vars(pipeline)["compute_features"] = failing
 
 
+@pytest.mark.slow
 def test_a_thread_that_will_not_end_is_left_behind_after_the_grace_with_its_stack(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, crash_grace=3.0, held_out="")
+    trial = Trial(tmp_path, steps=LONG, targets=["cpu"] * 2, crash_grace=10.0, held_out="")
     assert trial.fork(hang_and_fail) == 1
     assert trial.exit["outcome"] == "crashed"
     stacks = (trial.run_dir / rundir.CRASH / "stacks-threads-did-not-end.txt").read_text()
@@ -171,8 +172,9 @@ def hang_and_fail() -> None:
     fail_at(f"{PACKAGE}.pipeline", "compute_features", 4, raise_broken)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_disk_never_takes_is_left_behind_too(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, steps=LONG, crash_grace=3.0, held_out="", checkpoint_every=2)
+    trial = Trial(tmp_path, steps=LONG, crash_grace=10.0, held_out="", checkpoint_every=2)
     assert trial.fork(hang_while_saving_and_fail) == 1
     assert trial.exit["outcome"] == "crashed" and trial.exit["error"].endswith("on purpose")
     assert "are left behind: saver" in trial.log

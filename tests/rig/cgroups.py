@@ -82,7 +82,7 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def kill(name: str, timeout: float = 30.0) -> None:
+def kill(name: str, timeout: float = 60.0) -> None:
     """Ends every process below `name`, frozen ones too. Raises `RigError` if some remain."""
     for group in groups(name):
         for switch, value in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
@@ -114,7 +114,7 @@ def end(pid: int) -> int | None:
     return descriptor
 
 
-def remove(name: str, timeout: float = 30.0) -> None:
+def remove(name: str, timeout: float = 60.0) -> None:
     """Removes the groups called or below `name`, which must hold no process."""
     deadline = time.monotonic() + timeout
     while left := groups(name):

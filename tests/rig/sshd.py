@@ -120,7 +120,7 @@ class Sshd:
             start_new_session=True,
         )
         cgroups.join(f"{self.state.name}/sshd", self.process.pid)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and self.process.poll() is None:
             # A connection of our own would be a child to wait for, among those of clients that come at once.
             if f"Server listening on {HOST} port {port}." in self._log_text()[before:]:

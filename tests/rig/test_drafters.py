@@ -59,5 +59,5 @@ def test_a_drafter_is_exported_in_the_container_pulled_and_evaluated_there_as_ru
         process = subprocess.Popen(endless, env=environment(env), stdin=subprocess.DEVNULL, stderr=said)
     until(lambda: "Decoding" in (tmp_path / "said").read_text(), "the evaluation to begin")
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 80
+    assert process.wait(60) == 80
     until(lambda: rig.container_processes() <= idle, "the evaluation in the container to end")

@@ -71,7 +71,7 @@ def test_a_run_is_launched_followed_through_three_breaks_and_mirrored_to_the_las
         until(lambda: record().get("state") == "connected", "a connection")
         heard, since = record()["last_heard"], record()["since"]
         until(lambda heard=heard: record()["last_heard"] != heard, "news")  # type: ignore[misc]
-        assert rig.kill_connections() == 1
+        assert until(rig.kill_connections, "a connection to break") == 1
         until(lambda since=since: record()["since"] != since, "the break to be noticed")  # type: ignore[misc]
     rest = process.stdout.read()
     process.stdout.close()

@@ -75,6 +75,10 @@ def test_a_killed_trainer_is_restarted_from_its_checkpoint_and_then_resumed_by_h
     written = json.loads(dflashctl("checkpoint", run_id, "--json", env=env).stdout)
     assert rig.container_path(written["path"]).is_dir()
     assert written["step"] >= 10  # it went on from a checkpoint, not from step 0
+    shown = json.loads(dflashctl("stacks", run_id, "--json", env=env).stdout)
+    assert shown["stacks"].count("most recent call first") >= 4  # reader, target, drafter and the main thread
+    assert rig.container_path(shown["path"]).read_text().endswith(shown["stacks"])
+    assert status(rig, run_id)["state"] == "running"
     stopped(rig, run_id)
     at = step(rig, run_id)
     refused = dflashctl("resume", run_id, "--set", "seed=9", env=env)

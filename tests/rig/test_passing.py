@@ -16,7 +16,7 @@ from tests.waiting import until
 
 def run(rig: Rig, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     env = environment(rig.laptop_env())
-    return subprocess.run(command(*arguments), env=env, input=stdin, capture_output=True, timeout=60)
+    return subprocess.run(command(*arguments), env=env, input=stdin, capture_output=True, timeout=250)
 
 
 def test_a_command_has_its_streams_its_folder_its_programs_and_its_code(rig: Rig) -> None:
@@ -75,7 +75,7 @@ def test_ctrl_c_ends_what_runs_in_the_container(rig: Rig, number: int, code: int
     assert process.stdout is not None
     assert process.stdout.readline() == b"begun\n"
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=250)
     assert (process.returncode, out, err) == (code, b"", b"")
     until(lambda: rig.container_processes() <= idle)
 
@@ -167,7 +167,7 @@ def test_watching_gpus_ends_with_ctrl_c_and_leaves_nobody(rig: Rig) -> None:
     times = [json.loads(process.stdout.readline())["t"] for _ in range(3)]
     assert times[0] < times[1] < times[2]
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=250)
     assert process.returncode == 80
     until(lambda: rig.container_processes() <= idle)
 

@@ -27,6 +27,7 @@ from controller.remote import Proxmox
 from controller.ship import pack, ship
 from tests.controller.test_place import NASTY, TEXT, crossed
 from tests.rig.rig import Rig
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,8 @@ def test_a_signal_reaches_all_that_a_command_started_and_nothing_else(place: Pla
     place.signal(command, "TERM")
     assert command.wait(60) == 143
     assert other.wait(0.1) is None
-    left = place.run(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], timeout=60).stdout
-    assert b"sleep 601" not in left
+    look = ["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"]
+    until(lambda: b"sleep 601" not in place.run(look, timeout=60).stdout, "what it started to end")
     place.signal(other, "KILL")
     assert other.wait(60) == 137
 
@@ -167,7 +168,7 @@ def test_a_session_too_many_is_refused_and_harms_no_other(machine: Host) -> None
             place.start(["cat"])
         for process in ten:
             process.send(b"alive\n")
-            assert process.receive(20) == b"alive\n"
+            assert process.receive(60) == b"alive\n"
             process.close()
 
 
@@ -320,11 +321,11 @@ def test_a_broken_connection_is_a_lost_one_and_never_an_end(rig: Rig, container:
     with open_place(container) as place:
         process = place.start(["cat"])
         process.send(b"x\n")
-        assert process.receive(20) == b"x\n"
+        assert process.receive(60) == b"x\n"
         breaks: Callable[[], object] = rig.kill_connections if trouble == "kill" else rig.stop_sshd
         breaks()
         with pytest.raises(ConnectionLostError):
-            process.receive(20)
+            process.receive(60)
         with pytest.raises(ConnectionLostError):
             process.wait(60)
         with pytest.raises(ConnectionLostError):
@@ -337,7 +338,7 @@ def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(
     rig: Rig, container: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controller.remote.BEGIN_GRACE_S", 1.0)
-    impatient = container.model_copy(update={"connect_timeout": 3.0})
+    impatient = container.model_copy(update={"connect_timeout": 8.0})
     with open_place(impatient) as place:
         assert place.run(["true"], timeout=60).status == 0
         rig.freeze_connections()
@@ -349,7 +350,7 @@ def test_a_silent_connection_and_a_frozen_container_are_given_up_in_time(
         rig.freeze_container()
         with pytest.raises(UnreachableError, match="did not begin"):
             place.start(["true"])
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 100  # a frozen process would never be given up
 
 
 def test_a_jump_host_is_gone_through_with_its_key_verified_too(rig: Rig, machine: Host) -> None:

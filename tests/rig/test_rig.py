@@ -241,11 +241,11 @@ def test_a_broken_connection_ends_the_client_and_leaves_the_command_running(rig:
     assert ssh.stdout is not None
     assert ssh.stdout.readline() == b"begun\n"
     sleeper = until(rig.container_processes)
-    assert len(rig.sshd_children()) == 1
+    until(lambda: len(rig.sshd_children()) == 1, "the call before to end", seen=rig.sshd_children)
     assert rig.kill_connections() == 1
     assert finish(ssh)[0] == b""
     assert ssh.returncode == 255
-    assert rig.sshd_children() == []
+    until(lambda: not rig.sshd_children(), "the server's end to end")
     assert rig.container_processes() == sleeper
     for pid in sleeper:
         os.kill(pid, signal.SIGKILL)
@@ -256,6 +256,7 @@ def test_a_frozen_connection_says_nothing_until_it_is_thawed(rig: Rig) -> None:
     assert ssh.stdout is not None
     os.set_blocking(ssh.stdout.fileno(), False)
     until(ssh.stdout.read)
+    until(lambda: len(rig.sshd_children()) == 1, "the call before to end", seen=rig.sshd_children)
     assert rig.freeze_connections() == 1
 
     def is_silent() -> bool:  # what was on its way has arrived, and nothing follows it
@@ -325,7 +326,8 @@ def test_calls_of_pct_are_recorded_with_their_arguments_as_they_were(rig: Rig) -
 
 def test_the_servers_processes_are_known_and_live(rig: Rig) -> None:
     ssh = open_ssh(rig, "sleep 1000")
-    (child,) = until(rig.sshd_children)
+    until(lambda: len(rig.sshd_children()) == 1, "its connection alone", seen=rig.sshd_children)
+    (child,) = rig.sshd_children()
     assert alive(child)
     rig.kill_connections()
     finish(ssh)

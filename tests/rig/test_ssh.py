@@ -78,8 +78,8 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        while not path.exists():
-            assert process.poll() is None
+        until(lambda: path.exists() or process.poll() is not None, "the agent to listen")
+        assert process.poll() is None
         yield path
     finally:
         process.terminate()
@@ -161,7 +161,7 @@ def test_each_hop_of_a_jump_is_a_connection_and_none_is_left(rig: Rig, home: Pat
         file.write(f"Host jump\n  HostName {rig.host}\n  Port {rig.port}\n  IdentityFile {rig.identity}\n")
     with open_place(Host(name="box", kind="ssh", address="box", workspace="/w", venv="/v")) as place:
         assert place.run(["true"], timeout=60).status == 0
-        assert len(rig.sshd_children()) == 2
+        until(lambda: len(rig.sshd_children()) == 2, "two connections", seen=rig.sshd_children)
     until(lambda: not rig.sshd_children(), "the connections to end")
 
 
@@ -323,7 +323,7 @@ def test_one_connection_serves_every_place_and_thread_of_a_process(rig: Rig, hom
     for thread in threads:
         thread.join()
     assert outputs == [b"in\n"] * 4
-    assert len(rig.sshd_children()) == 1
+    until(lambda: len(rig.sshd_children()) == 1, "one connection", seen=rig.sshd_children)
     for place in places[1:]:
         place.close()
     assert places[0].run(["echo", "still"], timeout=60).stdout == b"still\n"
