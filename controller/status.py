@@ -51,6 +51,7 @@ def print_status(
     trouble = Trouble(sys.stderr, lambda: True)
     try:
         wait_until_current(reader, trouble, Waiter(reader, mirror))
+        trouble.tell_own(mirror)
     finally:
         trouble.clear()
     if mirror is not None and mirror.error is not None and reader.record().get("last_heard") is None:

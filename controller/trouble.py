@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from controller.errors import LocalStateError
 from controller.health import age_text
 from controller.run_records import number, text
 from controller.text import safe_line
@@ -86,6 +87,11 @@ class Trouble:
         error = error or text(record, "error")
         age = "nothing was heard of the run yet" if heard is None else f"as of {age_text(now - heard)} ago"
         self.note(f"{age}: {safe_line(error)}" if error else age)
+
+    def tell_own(self, mirror: Mirror | None) -> None:
+        """Tell what kept our own mirror from its folder: what is wrong there, `mirror.json` cannot say."""
+        if mirror is not None and isinstance(mirror.error, LocalStateError):
+            self.note(safe_line(mirror.error.message))
 
     def note(self, what: str) -> None:
         """One line that stays."""

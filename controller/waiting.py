@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from controller.errors import LocalStateError
 from controller.extents import Extents
 from controller.figures import amount
 from controller.mirror_reader import MirrorReader
@@ -81,6 +82,8 @@ class Waiter:
             if t is None or abs(time.time() - t) > self._stale_s:
                 return time.time() - self._start > _PATIENCE_S  # its writer stands still
             return settled
+        if isinstance(self.mirror.error, LocalStateError):
+            return True  # it cannot write here, and may never: what was copied before is all there is
         return not self.mirror.running or (self.mirror.holds_lock and settled)
 
     def wait(self, seen: tuple[int, ...]) -> None:

@@ -53,6 +53,7 @@ def catch_up(directory: Path, mirror: Mirror) -> None:
     reader, trouble = MirrorReader(directory), Trouble(sys.stderr, lambda: True)
     try:
         wait_until_current(reader, trouble, Waiter(reader, mirror))
+        trouble.tell_own(mirror)
     finally:
         trouble.clear()
 

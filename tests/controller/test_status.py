@@ -13,6 +13,7 @@ from controller.run_reader import RunReader
 from controller.run_records import progress
 from controller.run_state import News, RunState, reduce
 from controller.status import print_status, state_record, status_lines
+from controller.watching import catch_up
 from tests.controller.fake_feed import TIMING, Line, Remote, mirror_folder
 from tests.tui.golden import NOW, SITUATIONS
 
@@ -156,6 +157,24 @@ def test_the_folder_is_brought_up_to_date_first(
         assert out.getvalue().startswith("run-1  ")
         assert "step 7 of 9" in out.getvalue()
     mirror.stop()
+
+
+def test_a_copy_that_could_not_be_brought_up_to_date_for_this_machines_own_folder_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = mirror_folder(tmp_path / "mirror")
+    SITUATIONS["healthy"]().write(folder)
+    (folder / "mirror.lock").mkdir()
+    for once in (True, False):  # one that goes on trying is not waited for either
+        mirror = Mirror(folder, place_opener=Line(Remote()).open, timing=TIMING, once=once)
+        mirror.start()
+        if once:
+            print_status(folder, False, mirror=mirror)
+        else:
+            catch_up(folder, mirror)
+        mirror.stop(60)
+    told = f"dflashctl: cannot open {folder}/mirror.lock: Is a directory\n"
+    assert capsys.readouterr().err == 2 * told
 
 
 def test_a_run_that_was_never_heard_of_gives_the_reason(
