@@ -10,6 +10,8 @@ backward, by 16 bits compiled and by our operators, and the passes that make 8-b
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import os
 import time
@@ -22,10 +24,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.shapes import SHAPES, Shape
-from remote_payload.train import execution, fp8, fp8_kernels
+from remote_payload.train import execution, fp8
 from remote_payload.train.objective import chunk_blocks, most_rows
 
 DEVICE = torch.device("cuda:0")
+
+
+def check_machine() -> None:
+    """Raises SystemExit, with one line about what our kernels need and this machine lacks."""
+    lacks = []
+    if importlib.util.find_spec("triton") is None:
+        lacks.append("the package triton")
+    if not torch.cuda.is_available():
+        lacks.append(f"an NVIDIA GPU (torch {torch.__version__} sees none)")
+    if lacks:
+        raise SystemExit(f"error: this bench needs {' and '.join(lacks)}")
 
 
 def products(shape: Shape) -> dict[str, tuple[int, int, int, bool]]:
@@ -104,7 +117,10 @@ def timed_mlp(shape: Shape, seconds: float) -> dict[str, float]:
         gate, up = F.linear(x, gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, down)
 
-    ways = {"bf16": execution.build(plain, execution.COMPILED, "bench"), "fp8": fp8.mlp}
+    ways = {
+        "bf16": execution.build(plain, execution.COMPILED, "bench"),
+        "fp8": functools.partial(fp8.mlp, kernels=True),
+    }
     return {
         f"{name}_ms": 1e3
         * seconds_of(lambda way=way: torch.autograd.grad(way(*inputs), inputs, slope), seconds)  # type: ignore[misc]
@@ -114,6 +130,8 @@ def timed_mlp(shape: Shape, seconds: float) -> dict[str, float]:
 
 def timed_casts(shape: Shape, seconds: float) -> dict[str, dict[str, float]]:
     """Milliseconds and GB/s of the kernels that make 8-bit matrices."""
+    from remote_payload.train import fp8_kernels
+
     n, d, f = shape.queries, shape.width, shape.ffn
     found = {}
 
@@ -140,6 +158,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.25, help="for each number (0.25)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    check_machine()
     shape = SHAPES[given.shape]
     result: dict[str, Any] = {"shape": given.shape, "device": torch.cuda.get_device_name(DEVICE)}
     columns = ("bf16", "fast", "exact")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.fp8_products import seconds_of
+from bench.fp8_products import check_machine, seconds_of
 from bench.shapes import SHAPES, Shape
 from remote_payload.train import execution, fp8, logit_passes, swiglu
 from remote_payload.train.logit_choice import BareHead
@@ -126,9 +126,12 @@ def of_swiglu(shape: Shape, seconds: float) -> dict[str, Any]:
         gate, up = between.chunk(2, -1)
         return F.silu(gate) * up
 
+    def ours(between: Tensor) -> Tensor:
+        return swiglu.swiglu(between, kernels=True)
+
     ways = {
         "compiler": execution.build(plain, execution.COMPILED, "bench"),
-        "kernels": execution.build(swiglu.swiglu, execution.COMPILED, "bench"),
+        "kernels": execution.build(ours, execution.COMPILED, "bench"),
     }
     found: dict[str, Any] = {}
     exact = swiglu.slopes(between.detach()[:CHECKED], slope[:CHECKED])
@@ -160,6 +163,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="for each number (0.3)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    check_machine()
     shape = SHAPES[given.shape]
     losses = {}
     for name in given.objectives.split(","):

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from remote_payload.train.mask import TILE, dense_mask
@@ -122,6 +123,13 @@ def exact(
             by_keys[:, head // group] += ds.T @ q
             by_values[:, head // group] += p.T @ do
     return out, by_queries, by_keys, by_values
+
+
+def rows_error(found: Tensor, wanted: Tensor) -> float:
+    """`tile_error` of rows [N, V], in tiles of TILE numbers of one row."""
+    padded = F.pad(torch.stack([found.float(), wanted.float()]), (0, -wanted.shape[-1] % TILE))
+    one, other = padded.transpose(1, 2)[..., None]
+    return float(tile_error(one, other))
 
 
 def tile_error(found: Tensor, wanted: Tensor) -> Tensor:

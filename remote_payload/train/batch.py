@@ -259,6 +259,18 @@ def empty_row(shape: RowShape) -> Row:
     )
 
 
+def full_row(shape: RowShape) -> Row:
+    """A row in which every slot draws and every label counts: the most work a row can be."""
+    row = empty_row(shape)
+    row.positions.copy_(torch.arange(shape.token_budget))
+    places = torch.arange(shape.anchors) * shape.token_budget // shape.anchors
+    row.starts.zero_()
+    row.anchors.copy_(places)
+    row.block_positions += places[:, None]
+    row.weights.fill_(1.0)
+    return row
+
+
 def _labels(
     ids: Ints, supervised: npt.NDArray[np.bool_], anchors: Ints, ends: Ints, block_size: int
 ) -> tuple[Ints, npt.NDArray[np.bool_]]:

@@ -206,6 +206,8 @@ class MLP(nn.Module):
         super().__init__()
         self.fp8 = False
         """Whether training multiplies 8-bit numbers."""
+        self.kernels = False
+        """Whether training runs SwiGLU by our own kernels."""
         self.gate_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.up_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.down_proj = nn.Linear(c.ffn, c.width, bias=False)
@@ -215,9 +217,9 @@ class MLP(nn.Module):
         if matrix is None:
             hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)
         elif self.fp8:
-            return fp8.mlp(x, matrix, self.down_proj.weight)
+            return fp8.mlp(x, matrix, self.down_proj.weight, self.kernels)
         else:
-            hidden = swiglu(F.linear(x, matrix))
+            hidden = swiglu(F.linear(x, matrix), self.kernels)
         return self.down_proj(hidden)  # type: ignore[no-any-return]
 
 
@@ -282,6 +284,11 @@ class Drafter(nn.Module):
         self.fp8_projections = fp8.PROJECTIONS in parts
         for layer in self._layers():
             layer.mlp.fp8, layer.self_attn.fp8 = fp8.MLP in parts, self.fp8_projections
+
+    def run_swiglu(self, kernels: bool) -> None:
+        """Let training run SwiGLU by our own kernels, or not; nothing else ever does."""
+        for layer in self._layers():
+            layer.mlp.kernels = kernels
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         """The rotary table of `positions` [N]."""

@@ -143,14 +143,6 @@ def build(
     return cast(Function, torch.compile(_clone(function, name), **options))
 
 
-def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether our Triton kernels are to read `x`: in what is compiled for a GPU.
-
-    An eager step needs no compiler, and stays what compiled ones are compared with.
-    """
-    return x.is_cuda and torch.compiler.is_compiling()
-
-
 def mode_options(mode: str) -> dict[str, Any]:
     """The inductor options that a mode of torch.compile stands for; a mode and options exclude each other."""
     from torch._inductor import list_mode_options

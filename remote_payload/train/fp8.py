@@ -154,12 +154,12 @@ def quantised(x: Tensor, dtype: torch.dtype, greatest: Tensor) -> tuple[Tensor, 
     return (x.float() * times).clamp(-top, top).to(dtype), scale
 
 
-def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def mlp(x: Tensor, gate_up: Tensor, down: Tensor, kernels: bool = False) -> Tensor:
     """`down @ (silu(gate) * up)` of `x` [N, D], with `gate_up` [2F, D] and `down` [D, F]; [N, D].
 
-    Differentiable by all three; gradients have their types.
+    Differentiable by all three matrices; gradients have their types. `kernels`: SwiGLU by our own.
     """
-    output: Tensor = _mlp(x, gate_up, down)[0]
+    output: Tensor = _mlp(x, gate_up, down, kernels)[0]
     return output
 
 
@@ -276,23 +276,25 @@ def _(
 @torch.library.custom_op(
     "dflashctl::fp8_mlp",
     mutates_args=(),
-    schema="(Tensor x, Tensor gate_up, Tensor down)"
+    schema="(Tensor x, Tensor gate_up, Tensor down, bool kernels)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor, kernels: bool) -> tuple[Tensor, ...]:
     slots = _slots(4, x)
     scales = slots[:, _SCALE]
     values, x_turned = _both(x.contiguous(), FORWARD, slots[0])
     weight, gate_up_turned = _both(gate_up.contiguous(), FORWARD, slots[1])
     between = _times(values, weight, scales[0], scales[1], x.dtype, True)
-    values, hidden_turned = _both(swiglu.forward(between), FORWARD, slots[2])
+    hidden = swiglu.forward(between) if kernels else swiglu.exact(between).to(x.dtype)
+    values, hidden_turned = _both(hidden, FORWARD, slots[2])
+    del hidden
     weight, down_turned = _both(down.contiguous(), FORWARD, slots[3])
     output = _times(values, weight, scales[2], scales[3], x.dtype, True)
     return output, x_turned, gate_up_turned, between, hidden_turned, down_turned, slots
 
 
 @_mlp.register_fake
-def _(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+def _(x: Tensor, gate_up: Tensor, down: Tensor, kernels: bool) -> tuple[Tensor, ...]:
     between = x.new_empty(len(x), len(gate_up))
     return (
         x.new_empty(len(x), len(down)),
@@ -309,7 +311,7 @@ def _(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     "dflashctl::fp8_mlp_backward",
     mutates_args=(),
     schema="(Tensor slope, Tensor x_turned, Tensor gate_up_turned, Tensor between, Tensor hidden_turned,"
-    " Tensor down_turned, Tensor slots) -> (Tensor, Tensor, Tensor)",
+    " Tensor down_turned, Tensor slots, bool kernels) -> (Tensor, Tensor, Tensor)",
 )
 def _mlp_backward(
     slope: Tensor,
@@ -319,14 +321,19 @@ def _mlp_backward(
     hidden_turned: Tensor,
     down_turned: Tensor,
     slots: Tensor,
+    kernels: bool,
 ) -> tuple[Tensor, ...]:
     mine, dtype = _slots(2, slope), slope.dtype
     scales, slopes = slots[:, _SCALE], mine[:, _SCALE]
     values, turned = _both(slope.contiguous(), SLOPE, mine[0])
     by_hidden = _times(values, down_turned, slopes[0], scales[3], dtype, False)
     by_down = _times(turned, hidden_turned, slopes[0], scales[2], dtype, False)
-    values, turned = _both(swiglu.backward(between, by_hidden), SLOPE, mine[1])
-    del by_hidden
+    if kernels:
+        by_between = swiglu.backward(between, by_hidden)
+    else:
+        by_between = swiglu.slopes(between, by_hidden).to(dtype)
+    values, turned = _both(by_between, SLOPE, mine[1])
+    del by_hidden, by_between
     by_x = _times(values, gate_up_turned, slopes[1], scales[1], dtype, False)
     return by_x, _times(turned, x_turned, slopes[1], scales[0], dtype, False), by_down
 
@@ -340,6 +347,7 @@ def _(
     hidden_turned: Tensor,
     down_turned: Tensor,
     slots: Tensor,
+    kernels: bool,
 ) -> tuple[Tensor, ...]:
     return (
         slope.new_empty(len(slope), len(x_turned)),
@@ -360,16 +368,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
+def _keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, inputs, output)
+    ctx.kernels = inputs[3]
+
+
 def _linear_slopes(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, Tensor]:
     by_input = bool(ctx.needs_input_grad[0])
     by_x, by_matrix = _linear_backward(slope, *ctx.saved_tensors, by_input)
     return by_x if by_input else None, by_matrix
 
 
-def _mlp_slopes(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    slopes: tuple[Tensor, ...] = _mlp_backward(slope, *ctx.saved_tensors)
-    return slopes
+def _mlp_slopes(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    slopes: tuple[Tensor, ...] = _mlp_backward(slope, *ctx.saved_tensors, ctx.kernels)
+    return (*slopes, None)
 
 
 _linear.register_autograd(_linear_slopes, setup_context=_keep)
-_mlp.register_autograd(_mlp_slopes, setup_context=_keep)
+_mlp.register_autograd(_mlp_slopes, setup_context=_keep_mlp)

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from remote_payload import crash
 from remote_payload.train import fp8
-from remote_payload.train.attention_gate import tile_error
-from remote_payload.train.mask import TILE
+from remote_payload.train.attention_gate import rows_error
 from remote_payload.train.objective import ChunkScores, Objective, by_kernels, by_operations
 from remote_payload.train.output_head import OutputHead
 
@@ -122,6 +120,4 @@ def slope_error(
     if objective.reads_overlap:
         q, p = logits.float().softmax(-1), taught.float().softmax(-1)
         slopes = slopes.masked_fill((q - p).abs() <= _TIED * p, 0.0)
-    padded = F.pad(slopes.flatten(1, 2), (0, -slopes.shape[-1] % TILE))
-    one, other = padded.transpose(1, 2)[..., None]
-    return float(tile_error(one, other))
+    return rows_error(*slopes.flatten(1, 2))

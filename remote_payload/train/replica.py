@@ -22,14 +22,13 @@ from remote_payload import crash
 from remote_payload.job import Job
 from remote_payload.train import execution, fp8
 from remote_payload.train.arrivals import Arrivals
-from remote_payload.train.attention_choice import choose_attention
-from remote_payload.train.batch import Row, RowShape, empty_row
+from remote_payload.train.batch import Row, RowShape, empty_row, full_row
 from remote_payload.train.devices import compute_dtype, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, RotaryTable, initialise
 from remote_payload.train.features import Features
 from remote_payload.train.init_from import load_initial
 from remote_payload.train.init_from_target import copy_layers
-from remote_payload.train.logit_choice import choose_kernels
+from remote_payload.train.kernels import Kernels
 from remote_payload.train.mask import TILE
 from remote_payload.train.objective import (
     BlockScores,
@@ -43,7 +42,7 @@ from remote_payload.train.optimizer import Optimizer, adamw
 from remote_payload.train.output_head import OutputHead
 from remote_payload.train.replay import difference
 from remote_payload.train.row_buffer import RowBuffer
-from remote_payload.train.row_mask import DENSE, FLASH, FLEX, AttentionSizes, RowMask
+from remote_payload.train.row_mask import DENSE, RowMask
 from remote_payload.train.statistics import Statistics
 from remote_payload.train.target import Target
 from remote_payload.train.warm_up import StepDown, WarmUp
@@ -129,11 +128,10 @@ class Replica:
         self._buffer = RowBuffer(shape, device)
         self.row = self._buffer.row
         self.statistics = statistics.zeros(device)
-        self._row_mask = RowMask(self.row.starts, self.row.anchors, AttentionSizes.of(shape, config))
-        self._wanted_attention, self._attention = job.attention, FLEX
+        self.kernels = Kernels(job.attention, config, shape, fp8.MLP in parts)
+        self._row_mask = RowMask(self.row.starts, self.row.anchors, self.kernels.sizes)
         self._run: Any = run_drafter
         self._chunk: Any = chunk_scores
-        self._loss_kernels = False
         self.rung = execution.EAGER
         """How steps run now; a replay compiles nothing, whatever else happens in the process."""
         self._gradients: tuple[Tensor, ...] = ()
@@ -161,6 +159,9 @@ class Replica:
         execution.configure()
         result = WarmUp(*execution.decide(wanted, self.device))
         cuda = self.device.type == "cuda"
+        if cuda:
+            self.kernels.prove(result, self._head, self.objective, self.dtype)
+            self.drafter.run_swiglu(self.kernels.runs_swiglu(result.execution))
         if result.execution == execution.EAGER or not cuda:
             result.step_s[execution.EAGER] = self._time_step()
         if result.execution != execution.EAGER:
@@ -168,7 +169,8 @@ class Replica:
         if result.execution == execution.EAGER:
             self.use(execution.EAGER)
         result.attention = self._row_mask.kind
-        result.loss_kernels = self._loss_kernels and result.execution != execution.EAGER
+        result.loss_kernels = self.kernels.loss and result.execution != execution.EAGER
+        result.swiglu_kernels = self.kernels.runs_swiglu(result.execution)
         if result.execution != execution.EAGER and cuda and result.attention == DENSE:
             result.reason += (
                 f"; dense mask, since token_budget or anchors * block_size is no multiple of {TILE},"
@@ -179,25 +181,11 @@ class Replica:
         return result
 
     def _climb(self, wanted: str, result: WarmUp) -> WarmUp:
-        """The compiled rungs; once more without faster kernels where these, though proved, fail in a step."""
-        sizes = self._row_mask.sizes
-        if self.device.type == "cuda":
-            self._loss_kernels, result.loss_kernels_reason = choose_kernels(
-                self._head, self.objective, self.shape.block_size - 1
-            )
-        if self.device.type == "cuda" and sizes.tiles_fit:
-            self._attention, result.attention_reason = choose_attention(
-                self._wanted_attention, sizes, self.device, self.dtype
-            )
+        """The compiled rungs; once more without kernels that, though proved, fail in a step."""
         first = copy.deepcopy(result)
         self._try_compiled(wanted, result)
-        if result.steps_down and self._attention == FLASH and self._wanted_attention == "auto":
-            first.attention_reason = f"not FlashAttention-4: {result.steps_down[0].reason}"
-            self._attention, result = FLEX, copy.deepcopy(first)
-            self._try_compiled(wanted, result)
-        if result.execution == execution.EAGER and self._loss_kernels:
-            first.loss_kernels_reason = f"our own are not used: {result.steps_down[0].reason}"
-            self._loss_kernels, result = False, first
+        while self.kernels.give_up(result, first):
+            result = copy.deepcopy(first)
             self._try_compiled(wanted, result)
         return result
 
@@ -333,9 +321,10 @@ class Replica:
         self._row_graph = self._step_graph = None
         self._captured = ()
         tiled = compiled and cuda and self._row_mask.sizes.tiles_fit
-        self._row_mask.kind = self._attention if tiled else DENSE
+        self._row_mask.kind = self.kernels.attention if tiled else DENSE
+        self.drafter.run_swiglu(self.kernels.runs_swiglu(choice))
         self._run = execution.build(run_drafter, choice, name, trees=trees)
-        chunk = kernel_chunk_scores if compiled and self._loss_kernels else chunk_scores
+        chunk = kernel_chunk_scores if compiled and self.kernels.loss else chunk_scores
         self._chunk = execution.build(chunk, choice, name, trees=trees)
         if compiled and cuda:
             self.optimizer.use(execution.build(adamw, execution.COMPILED, name))
@@ -346,7 +335,7 @@ class Replica:
 
     def _time_step(self) -> float:
         """Seconds of a forward and backward pass on a full synthetic row, the better of two."""
-        row = _full_row(self.shape)
+        row = full_row(self.shape)
         self.load(None, row)
         self.run_row(row, 0, first=True)  # compiles, mostly on one core, so others may use the CPU
         self.synchronise()
@@ -361,7 +350,7 @@ class Replica:
 
     def _compare_replay(self) -> str | None:
         """How a replay of a row that was not captured differs from a compiled pass; None: hardly."""
-        row = _full_row(self.shape)
+        row = full_row(self.shape)
         row.anchors.div_(2, rounding_mode="floor")
         self.load(None, row)
         generator = torch.Generator(self.device).manual_seed(0)  # never the device's own: others may capture
@@ -394,15 +383,3 @@ def _frozen(
     weight = head.weight.to(device, dtype)
     small = fp8.FrozenMatrix.of(weight) if eight_bits else None
     return embedding, dataclasses.replace(head, weight=weight, bias=bias, eight_bits=small)
-
-
-def _full_row(shape: RowShape) -> Row:
-    """A row in which every slot draws and every label counts: the most work a row can be."""
-    row = empty_row(shape)
-    row.positions.copy_(torch.arange(shape.token_budget))
-    places = torch.arange(shape.anchors) * shape.token_budget // shape.anchors
-    row.starts.zero_()
-    row.anchors.copy_(places)
-    row.block_positions += places[:, None]
-    row.weights.fill_(1.0)
-    return row

@@ -1,8 +1,8 @@
 """SwiGLU of one product's gate and up: one pass forward, one backward.
 
 A compiler makes the joined slope by a concatenation, and fuses that with masks, so that everything is read
-twice. Here it is an operator, opaque to the compiler; on a CPU plain operations do the same. Where it is not
-compiled for a GPU, `F.silu(gate) * up` is all there is.
+twice. Here it is an operator, opaque to the compiler, whose kernels warm-up proves (`swiglu_choice`); on a
+CPU plain operations do the same. Without them `F.silu(gate) * up` is all there is.
 
 Shapes: N rows, F width of the MLP.
 """
@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remote_payload.train.execution import runs_kernels
 
+def swiglu(between: Tensor, kernels: bool = False) -> Tensor:
+    """silu(gate) * up, [N, F], of gate and up side by side, [N, 2F]; differentiable.
 
-def swiglu(between: Tensor) -> Tensor:
-    """silu(gate) * up, [N, F], of gate and up side by side, [N, 2F]; differentiable."""
-    if runs_kernels(between):
+    `kernels`: by our own, for compiled steps on a GPU.
+    """
+    if kernels:
         hidden: Tensor = forward(between)
         return hidden
     gate, up = between.chunk(2, -1)
@@ -31,8 +32,7 @@ def swiglu(between: Tensor) -> Tensor:
 def forward(between: Tensor) -> Tensor:
     """silu(gate) * up, [N, F], of gate and up side by side, [N, 2F]."""
     if not between.is_cuda:
-        gate, up = between.float().chunk(2, -1)
-        return (F.silu(gate) * up).to(between.dtype)
+        return exact(between).to(between.dtype)
     from remote_payload.train import swiglu_kernels
 
     hidden = _half(between)
@@ -62,8 +62,14 @@ def _whole(between: Tensor, slope: Tensor) -> Tensor:
     return between.new_empty(between.shape)
 
 
+def exact(between: Tensor) -> Tensor:
+    """silu(gate) * up, [N, F] float32, by plain operations."""
+    gate, up = between.float().chunk(2, -1)
+    return F.silu(gate) * up
+
+
 def slopes(between: Tensor, slope: Tensor) -> Tensor:
-    """Slopes of gate and up side by side, [N, 2F] float32, from that of their product, [N, F]."""
+    """Slopes of gate and up side by side, [N, 2F] float32, from that of their product, [N, F], plainly."""
     gate, up = between.float().chunk(2, -1)
     share = gate.sigmoid()
     by_gate = slope.float() * up * share * (1 + gate * (1 - share))

@@ -113,6 +113,8 @@ def warm_up(run: Run, replica: Replica) -> None:
         attention_reason=result.attention_reason,
         loss_kernels=result.loss_kernels,
         loss_kernels_reason=result.loss_kernels_reason,
+        swiglu_kernels=result.swiglu_kernels,
+        swiglu_kernels_reason=result.swiglu_kernels_reason,
         fp8=run.job.fp8,
     )
     for down in result.steps_down:
@@ -128,8 +130,12 @@ def warm_up(run: Run, replica: Replica) -> None:
     if result.attention != DENSE:
         run.log(f"Replica {replica.number}: {result.attention} attention ({result.attention_reason})")
     if replica.device.type == "cuda" and result.execution != execution.EAGER:
-        ways = "our own kernels" if result.loss_kernels else "the compiler's"
-        run.log(f"Replica {replica.number}: the loss by {ways} ({result.loss_kernels_reason})")
+        for what, ours, why in (
+            ("the loss", result.loss_kernels, result.loss_kernels_reason),
+            ("SwiGLU", result.swiglu_kernels, result.swiglu_kernels_reason),
+        ):
+            ways = "our own kernels" if ours else "the compiler's"
+            run.log(f"Replica {replica.number}: {what} by {ways} ({why})")
     small = "" if run.job.fp8 == "none" else f", fp8 = {run.job.fp8!r}"
     run.log(
         f"Replica {replica.number}: {result.execution} ({result.reason}){small}; a step: {', '.join(times)}"

@@ -32,6 +32,9 @@ class WarmUp:
     loss_kernels: bool = False
     """Whether the loss reads its logits by our own kernels."""
     loss_kernels_reason: str = "not compiled for a GPU"
+    swiglu_kernels: bool = False
+    """Whether the MLPs run SwiGLU by our own kernels."""
+    swiglu_kernels_reason: str = "not compiled for a GPU"
 
     @property
     def eager_step_s(self) -> float | None:

@@ -72,9 +72,7 @@ def test_benches_of_kernels_say_without_triton_what_they_do_and_in_one_line_what
         bench.main()
     assert ended.value.code == 0 and f"python -m bench.{name}" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [name])
-    with pytest.raises(
-        SystemExit, match=r"^error: this bench needs the package triton and an NVIDIA GPU .*$"
-    ):
+    with pytest.raises(SystemExit, match=r"^error: this bench needs the package triton and an NVIDIA GPU"):
         bench.main()
 
 

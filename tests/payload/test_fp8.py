@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remote_payload.job import Job, JobError
 from remote_payload.tools.synthetic import random_ends, random_rows
-from remote_payload.train import fp8
+from remote_payload.train import fp8, swiglu
 from remote_payload.train.batch import RowShape
 from remote_payload.train.contract import RESOLVED
 from remote_payload.train.devices import on_device
@@ -136,15 +136,27 @@ def test_the_turned_matrix_is_the_transposed_one_with_zeros_up_to_a_multiple(
 # Products and their gradients
 
 
+KERNELS = pytest.mark.parametrize("kernels", [False, True])
+"""Of SwiGLU: plain operations, or its operators."""
+
+
+@KERNELS
 @pytest.mark.parametrize("rows", [48, 30])
-def test_an_mlp_and_its_gradients_are_those_of_float64_within_the_rounding(rows: int) -> None:
+def test_an_mlp_and_its_gradients_are_those_of_float64_within_the_rounding(
+    rows: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    for name in ("forward", "backward"):
+        right = getattr(swiglu, name)
+        monkeypatch.setattr(swiglu, name, lambda *given, right=right: used.append(1) or right(*given))
     given = [drawn(rows, 64), drawn(192, 64, seed=1, times=0.1), drawn(64, 96, seed=2, times=0.1)]
     slope = drawn(rows, 64, seed=3)
     mine = [t.clone().requires_grad_() for t in given]
     exact = [t.double().requires_grad_() for t in given]
-    output, wanted = fp8.mlp(*mine), plain_mlp(*exact)
+    output, wanted = fp8.mlp(*mine, kernels), plain_mlp(*exact)
     assert output.dtype == torch.bfloat16 and alike(output, wanted) > 0.995
     slopes = torch.autograd.grad(output, mine, slope)
+    assert len(used) == 2 * kernels
     for found, right in zip(slopes, torch.autograd.grad(wanted, exact, slope.double()), strict=True):
         assert found.dtype == torch.bfloat16 and found.shape == right.shape
         assert alike(found, right) > 0.99
@@ -175,13 +187,14 @@ def test_a_projection_and_its_gradients_are_those_of_float64_within_the_rounding
     assert (mine[0].grad is not None) == by_input
 
 
+@KERNELS
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["x", "slope", "weight"])
-def test_a_gradient_of_what_is_not_finite_is_not_finite_either(where: str, bad: float) -> None:
+def test_a_gradient_of_what_is_not_finite_is_not_finite_either(where: str, bad: float, kernels: bool) -> None:
     given = {"x": drawn(16, 64), "weight": drawn(192, 64, seed=1), "slope": drawn(16, 64, seed=3)}
     given[where][1, 2] = bad
     inputs = [t.requires_grad_() for t in (given["x"], given["weight"], drawn(64, 96, seed=2))]
-    slopes = torch.autograd.grad(fp8.mlp(*inputs), inputs, given["slope"])
+    slopes = torch.autograd.grad(fp8.mlp(*inputs, kernels), inputs, given["slope"])
     assert not any(bool(slope.isfinite().all()) for slope in slopes)
 
 
@@ -199,13 +212,15 @@ def test_slopes_of_any_size_keep_their_direction(times: float) -> None:
     ("operator", "arguments"),
     [
         (fp8._linear, (drawn(22, 64), drawn(32, 64))),
-        (fp8._mlp, (drawn(22, 64), drawn(96, 64), drawn(64, 48))),
+        (fp8._mlp, (drawn(22, 64), drawn(96, 64), drawn(64, 48), False)),
+        (fp8._mlp, (drawn(22, 64), drawn(96, 64), drawn(64, 48), True)),
     ],
 )
-def test_operators_are_to_torch_what_they_say(operator: Any, arguments: tuple[Tensor, ...]) -> None:
+def test_operators_are_to_torch_what_they_say(operator: Any, arguments: tuple[Any, ...]) -> None:
     """Schemas, shapes and strides without values, and gradients by the compiler's own tracing."""
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operator, [t.clone().requires_grad_() for t in arguments], test_utils=checks)
+    given = [t.clone().requires_grad_() if isinstance(t, Tensor) else t for t in arguments]
+    torch.library.opcheck(operator, given, test_utils=checks)
 
 
 def test_nothing_is_read_by_the_host() -> None:

@@ -20,6 +20,7 @@ from remote_payload.train import execution, fp8, logit_passes, swiglu
 from remote_payload.train.logit_choice import choose_kernels
 from remote_payload.train.objective import chunk_scores, kernel_chunk_scores
 from remote_payload.train.output_head import OutputHead
+from remote_payload.train.swiglu_choice import choose_swiglu
 from tests.payload.test_logit_passes import ALL, of
 from tests.payload.test_logit_passes import case as chunk_case
 
@@ -360,6 +361,47 @@ def test_swiglu_and_its_slopes_are_those_of_float64_but_for_rounding(
     torch.testing.assert_close(made.double(), exact_made, rtol=relative, atol=1e-5 * times)
 
 
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SwiGLU's operators run the kernels, also under the interpreter."""
+    if INTERPRETED:
+        for operator in ("forward", "backward"):
+            monkeypatch.setattr(swiglu, operator, by_kernels_alone(getattr(swiglu, operator)))
+
+
+@pytest.mark.parametrize("ffn", [48, 1001])
+@BOTH
+def test_the_proof_of_a_warm_up_takes_swiglu_s_kernels(
+    ffn: int, dtype: torch.dtype, operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    for name in ("forward", "backward"):
+        right = getattr(swiglu_kernels, name)
+        monkeypatch.setattr(
+            swiglu_kernels, name, lambda *given, right=right: called.append(1) or right(*given)
+        )
+    assert choose_swiglu([7680, 119], ffn, torch.device(DEVICE), dtype) == (
+        True,
+        "output and slopes of random numbers are those of plain operations",
+    )
+    assert len(called) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize(("name", "what"), [("forward", "output"), ("backward", "slopes")])
+def test_the_proof_of_a_warm_up_finds_a_tile_that_swiglu_s_kernels_left_out(
+    name: str, what: str, operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(swiglu_kernels, name)
+
+    def leaves_out(*given: Tensor) -> None:
+        right(*given)
+        given[-1][33, -60:] = 0.0
+
+    monkeypatch.setattr(swiglu_kernels, name, leaves_out)
+    taken, reason = choose_swiglu([119], 256, torch.device(DEVICE), torch.bfloat16)
+    assert not taken and f"our own are not used: a tile of {what} of numbers of 1 is off by" in reason
+
+
 @pytest.mark.parametrize("place", [(0, 0), (20, 350), (36, 599)])
 def test_a_nan_between_or_in_the_slope_stays_one(place: tuple[int, int]) -> None:
     between, slope = drawn(37, 600), drawn(37, 300, seed=1)
@@ -398,9 +440,8 @@ def test_a_compiled_chunk_by_the_kernels_is_the_eager_one(name: str, eight_bits:
 @not_interpreted
 def test_a_compiled_swiglu_is_the_eager_one_in_both_directions() -> None:
     between, slope = drawn(64, 512).requires_grad_(), drawn(64, 256, seed=1)
-    ways = execution.build(swiglu.swiglu, execution.COMPILED, "test"), swiglu.swiglu
-    (found, found_slope), (wanted, wanted_slope) = (
-        (made := way(between), torch.autograd.grad(made, between, slope)[0]) for way in ways
-    )
+    compiled = execution.build(swiglu.swiglu, execution.COMPILED, "test")
+    found, wanted = compiled(between, True), swiglu.swiglu(between)
+    found_slope, wanted_slope = (torch.autograd.grad(made, between, slope)[0] for made in (found, wanted))
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found_slope, wanted_slope, rtol=2e-2, atol=2e-2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remote_payload.train import execution, logit_passes
+from remote_payload.train import execution, logit_passes, swiglu
 from remote_payload.train import replica as replica_module
 from remote_payload.train.execution import COMPILED, EAGER, GRAPH
 from remote_payload.train.replay import difference
@@ -192,7 +192,7 @@ def test_a_loss_by_kernels_of_our_own_is_the_plain_one_and_ends_with_compiled_st
     monkeypatch.setattr(logit_passes, "scan", lambda *given: scans.append(1) or scan(*given))
     given = rows(tmp_path, 2)
     replica = make_replica(tmp_path, CPU, "float32", objective=objective)
-    replica._loss_kernels = True  # as a proof on a GPU leaves it
+    replica.kernels.loss = True  # as a proof on a GPU leaves it
     result = replica.warm_up("graph")
     assert (result.execution, result.loss_kernels) == (GRAPH, True)
     before, read = run_rows(replica, given), len(scans)
@@ -215,7 +215,7 @@ def test_kernels_for_the_loss_that_no_compiled_step_can_have_are_left_before_com
 
     monkeypatch.setattr(torch, "compile", refuses)
     replica = make_replica(tmp_path, CPU, "float32")
-    replica._loss_kernels = True  # as a proof on a GPU leaves it
+    replica.kernels.loss = True  # as a proof on a GPU leaves it
     result = replica.warm_up("graph")
     assert (
         result.loss_kernels is False
@@ -226,6 +226,46 @@ def test_kernels_for_the_loss_that_no_compiled_step_can_have_are_left_before_com
     else:
         assert (result.execution, result.steps_down) == (GRAPH, [])
         run_rows(replica, rows(tmp_path, 1))
+
+
+def test_swiglu_by_kernels_of_our_own_is_the_plain_one_and_ends_with_compiled_steps(
+    tmp_path: Path, graphs: type[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, runs = swiglu.forward, []
+    monkeypatch.setattr(swiglu, "forward", lambda between: runs.append(1) or forward(between))
+    given = rows(tmp_path, 2)
+    replica = make_replica(tmp_path, CPU, "float32")
+    run_rows(replica, given)
+    assert not runs, "nothing is left to kernels that were not proved"
+    replica.kernels.swiglu = True  # as a proof on a GPU leaves it
+    result = replica.warm_up("graph")
+    assert (result.execution, result.swiglu_kernels, result.loss_kernels) == (GRAPH, True, False)
+    before, run = run_rows(replica, given), len(runs)
+    assert run
+    replica.step_down("9 graphs compiled after warm-up")
+    for one, other in zip(before, run_rows(replica, given), strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-4)
+        torch.testing.assert_close(one[1], other[1], rtol=1e-3, atol=1e-5)
+    assert len(runs) == run
+
+
+def test_swiglu_kernels_that_no_compiled_step_can_have_are_left_before_compiled_steps_are(
+    tmp_path: Path, graphs: type[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = make_replica(tmp_path, CPU, "float32")
+
+    def refuses(function: Any, **_options: Any) -> Any:
+        if replica.drafter._layers()[0].mlp.kernels:
+            raise RuntimeError("an operator in the way")
+        return function
+
+    monkeypatch.setattr(torch, "compile", refuses)
+    replica.kernels.swiglu = True  # as a proof on a GPU leaves it
+    result = replica.warm_up("graph")
+    assert (result.execution, result.steps_down, result.swiglu_kernels) == (GRAPH, [], False)
+    assert result.swiglu_kernels_reason.startswith("our own are not used: compiling failed")
+    assert result.loss_kernels_reason == "not compiled for a GPU"
+    run_rows(replica, rows(tmp_path, 1))
 
 
 def test_where_a_step_is_one_row_the_optimizer_reads_gradients_where_autograd_left_them(

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remote_payload.train import execution, fp8, logit_passes, swiglu
-from remote_payload.train.execution import runs_kernels
 from remote_payload.train.objective import (
     FROM_DISTRIBUTIONS,
     FROM_LABELS,
@@ -109,19 +108,14 @@ def test_a_compiled_chunk_by_the_operators_is_the_eager_one(
 
 @pytest.mark.filterwarnings("default")  # what torch warns of while it compiles
 @pytest.mark.slow
-def test_a_compiled_mlp_by_the_operators_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_mlp_by_the_operators_is_the_eager_one() -> None:
     between = torch.randn(6, 20, requires_grad=True)
     hidden_wanted = swiglu.swiglu(between)
     slope = torch.randn(6, 10)
     (slopes_wanted,) = torch.autograd.grad(hidden_wanted, between, slope)
-    monkeypatch.setattr(swiglu, "runs_kernels", lambda _: True)
-    made = execution.build(swiglu.swiglu, execution.COMPILED, "test")(between)
+    made = execution.build(swiglu.swiglu, execution.COMPILED, "test")(between, True)
     torch.testing.assert_close(made, hidden_wanted)
     torch.testing.assert_close(torch.autograd.grad(made, between, slope)[0], slopes_wanted)
-
-
-def test_on_a_cpu_nothing_is_left_to_kernels() -> None:
-    assert not runs_kernels(torch.zeros(2, 3))
 
 
 @pytest.mark.slow
