@@ -72,6 +72,7 @@ def receive(payloads: str, digest: str, size: int) -> None:
     """Take the payload from stdin into `payloads/<digest>`. Exits when it does not arrive whole."""
     import hashlib  # imported where they are needed: a payload that is there already needs none of them
     import shutil
+    import signal
     import tempfile
 
     data = sys.stdin.buffer.read(size)
@@ -82,16 +83,19 @@ def receive(payloads: str, digest: str, size: int) -> None:
         say(error="digest", text="the bytes that arrived have another sha256")
         sys.exit(1)
     sweep(payloads)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # whoever sends it has gone
     folder = tempfile.mkdtemp(prefix=".incoming-" + digest[:12] + "-", dir=payloads)
     try:
         unpack(data, folder)
         os.chmod(folder, 0o755)  # noqa: PTH101
         os.rename(folder, payloads + "/" + digest)  # noqa: PTH104
         sync_folder(payloads)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another launch was faster
-            raise
+        if not isinstance(error, OSError) or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise  # else another launch was faster
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def main(workspace: str, digest: str, size: str, *command: str) -> None:

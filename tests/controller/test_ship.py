@@ -17,6 +17,7 @@ from controller.errors import ConnectionLostError, PayloadEnvironmentError, Ship
 from controller.inventory import Host
 from controller.place import Place, open_place
 from controller.ship import Payload, Shipped, converse, pack, ship
+from tests.waiting import until
 
 MAIN = "import sys; print('ran', *sys.argv[1:]); sys.exit(5)"
 
@@ -142,6 +143,24 @@ def test_a_transfer_that_breaks_off_leaves_nothing_valid(package: Path, place: P
     assert ship(place, payload, []).sent
     with tarfile.open(fileobj=BytesIO(payload.tar)) as tar:
         assert len(tree(Path(place.workspace) / "payloads" / payload.digest)) == len(tar.getmembers())
+
+
+def test_a_receiver_that_is_ended_while_it_unpacks_leaves_nothing_half_written(
+    package: Path, place: Place
+) -> None:
+    payload, payloads = pack(package), Path(place.workspace) / "payloads"
+    slow = "import os, time\nos.fsync = lambda descriptor: time.sleep(1000)\n"
+    argv = [sys.executable, "-I", "-c", slow + Path(receiver.__file__).read_text(), place.workspace]
+    with subprocess.Popen(
+        [*argv, payload.digest, str(len(payload.tar))], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(payload.tar)
+        process.stdin.flush()
+        until(lambda: list(payloads.rglob("*.py")), "a file of the payload")
+        process.terminate()
+        assert process.wait(60) == 143
+    assert list(payloads.iterdir()) == []
 
 
 def test_old_half_transfers_are_swept(package: Path, place: Place) -> None:
