@@ -38,7 +38,7 @@ from controller.tui import themes
 from controller.tui.log_view import LogView
 from controller.tui.run_actions import RunActions
 from controller.tui.run_screen import RunScreen
-from controller.tui.snapshot import Snapshot, Watched
+from controller.tui.snapshot import Snapshot, Watched, explained
 from controller.tui.terminal import driver_for, end_with_terminal, has_size
 from controller.tui.ticker import PERIOD_S, Ticker
 
@@ -203,7 +203,7 @@ class RunApp(RunActions):
 
     def _show(self, state: RunState) -> None:
         self._taken_at = time.monotonic()
-        self._state = state
+        self._state = state = explained(state, self.mirror)
         self.notice_checkpoint(state)
         if self._run_screen.complete:
             self._run_screen.take(state)

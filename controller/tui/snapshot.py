@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Protocol
 
 from textual.message import Message
 
+from controller.errors import LocalStateError
+from controller.mirror import Mirror
 from controller.run_state import RunState
 
 
@@ -34,3 +37,12 @@ class Watched(Protocol):
 
     def poke(self) -> None:
         """Reconnect now."""
+
+
+def explained(state: RunState, mirror: Watched | None) -> RunState:
+    """`state` with what keeps `mirror` from its folder, where there is no news: the folder cannot say it."""
+    error = mirror.error if isinstance(mirror, Mirror) else None
+    if not isinstance(error, LocalStateError) or not state.health.word.no_news:
+        return state
+    why = f"{error.message}: {error.hint}"
+    return dataclasses.replace(state, health=dataclasses.replace(state.health, detail=why))

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from textual.binding import Binding
 
+from controller.errors import LocalStateError
+from controller.mirror import Mirror
 from controller.tui.app import RunApp
 from controller.tui.line_widgets import LineView
 from controller.tui.log_view import LogView
@@ -136,6 +138,18 @@ async def test_the_help_cuts_no_line(size: tuple[int, int], open_run: Open) -> N
         await pilot.press("question_mark")
         await pilot.pause()
         assert "…" not in screen_text(pilot)
+
+
+async def test_what_keeps_the_copy_from_being_written_here_stands_on_the_screen(tmp_path: Path) -> None:
+    directory = golden.no_news().write(tmp_path)
+    mirror = Mirror(directory, place_opener=lambda: pytest.fail("connected"))
+    mirror.error = LocalStateError("cannot open mirror.lock: Read-only file system", "it goes on when it can")
+    app = RunApp(directory, mirror, clock=lambda: golden.NOW, period_s=None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        shown = screen_text(pilot)
+        assert "STALE 40s" in shown
+        assert "cannot open mirror.lock: Read-only file system: it goes on when it can" in shown
 
 
 async def test_capital_r_reconnects_now(tmp_path: Path) -> None:
