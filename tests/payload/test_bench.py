@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -55,6 +56,24 @@ def test_time_covered_by_spans_that_overlap_counts_once() -> None:
 def test_a_rung_that_failed_is_a_line_of_the_table_with_its_reason() -> None:
     lines = table([{"what": "graph", "failure": "RuntimeError: no"}]).splitlines()
     assert len(lines) == 2 and lines[1].split() == ["graph", "RuntimeError:", "no"]
+
+
+@pytest.mark.parametrize("name", ["passes", "fp8_products"])
+def test_benches_of_kernels_say_without_triton_what_they_do_and_in_one_line_what_they_need(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for module in ("bench.passes", "bench.fp8_products", "remote_payload.train.fp8_kernels"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    bench = importlib.import_module(f"bench.{name}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 0 and f"python -m bench.{name}" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=r"^error: this bench needs the package triton and an NVIDIA GPU"):
+        bench.main()
 
 
 def run(*words: str) -> str:
