@@ -61,7 +61,7 @@ def resume(run_dir: Path, run: Mapping[str, Any], changes: Mapping[str, Any], by
         finished = status.get("state") == State.FINISHED and status.get("exit_code") == 0
         if finished and not any(change.key in LONGER for change in changed):
             raise StartError("the run has finished; to train it longer give it more: --set steps=N")
-        newest = _newest_checkpoint(run_dir)
+        newest = max(rundir.checkpoint_steps(run_dir), default=None)
         if newest is not None and 0 < after.steps < newest:
             raise StartError(f"steps = {after.steps}, but the newest checkpoint is of step {newest} already")
         attempt = last_attempt(run_dir) + 1
@@ -120,10 +120,3 @@ def _alone(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _newest_checkpoint(run_dir: Path) -> int | None:
-    folder = run_dir / rundir.CHECKPOINTS
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
-    return max(steps, default=None)

@@ -51,6 +51,7 @@ MAX_FRAME_BYTES: Final = 1 << 20
 
 _CRASH_NAME = re.compile(r"crash/[A-Za-z0-9][A-Za-z0-9._-]*")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_STEP = re.compile(r"step-(\d+)")
 
 
 class State(enum.StrEnum):
@@ -99,6 +100,19 @@ def is_mirrored(name: str) -> bool:
 def is_run_id(text: str) -> bool:
     """Whether `text` is a run id: 1 to 63 lower-case letters, digits and dashes, no dash in front."""
     return _RUN_ID.fullmatch(text) is not None
+
+
+def step_of(name: str) -> int | None:
+    """N of a checkpoint's folder `step-N`; None of any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints that stand in a run directory, rising."""
+    folder = run_dir / CHECKPOINTS
+    steps = [step_of(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -34,7 +34,6 @@ _MOST_OPEN: Final = 500
 _DEEPEST: Final = 6
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+@=-]{0,200}")
-_STEP = re.compile(r"step-(\d+)")
 
 
 class SendError(Exception):
@@ -168,7 +167,7 @@ def _resolve(run_dir: Path, word: str) -> str:
     folder, slash, name = word.partition("/")
     if folder == rundir.CHECKPOINTS and name in ("best", "last"):
         return f"{rundir.CHECKPOINTS}/step-{_pointed(run_dir, name)}"
-    known = folder == EXPORTS or (folder == rundir.CHECKPOINTS and _STEP.fullmatch(name))
+    known = folder == EXPORTS or (folder == rundir.CHECKPOINTS and rundir.step_of(name) is not None)
     if not slash or not known or not _PART.fullmatch(name):
         raise SendError(f"{word!r} is nothing that can be pulled: expected {WHAT}")
     return word
@@ -176,15 +175,12 @@ def _resolve(run_dir: Path, word: str) -> str:
 
 def _pointed(run_dir: Path, name: str) -> int:
     """The step of the `best` or the `last` checkpoint: by the index, and the newest folder without one."""
-    folder = run_dir / rundir.CHECKPOINTS
-    index = rundir.read_whole(folder / "index.json") or {}
-    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 (names are wanted)
-    steps = sorted(int(match[1]) for entry in names if (match := _STEP.fullmatch(entry)))
+    steps = rundir.checkpoint_steps(run_dir)
     if not steps:
         raise SendError(f"checkpoints/{name}: this run has no checkpoint yet")
     if name == "last":
         return steps[-1]
-    best = index.get("best")
+    best = (rundir.read_whole(run_dir / rundir.CHECKPOINTS / "index.json") or {}).get("best")
     step = best.get("step") if isinstance(best, dict) else None
     if not isinstance(step, int):
         raise SendError("checkpoints/best: no checkpoint of this run was evaluated yet; try checkpoints/last")

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -33,7 +32,6 @@ TRAINING = "training.safetensors"
 RECORD = "training.json"
 MANIFEST = "manifest.json"
 
-_NAME = re.compile(r"step-(\d+)")
 _HERE, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of renameat2(2)."""
 _SLACK_BYTES = 4 << 20
@@ -112,13 +110,6 @@ def _take_the_place_of(final: Path, partial: Path) -> None:
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in main memory, so that the originals may change while they are written."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-
-
-def steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints that stand there, rising."""
-    folder = run_dir / rundir.CHECKPOINTS
-    names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in names if match)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:

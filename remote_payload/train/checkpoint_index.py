@@ -51,7 +51,7 @@ class Best:
 def entries(run_dir: Path) -> list[Entry]:
     """The checkpoints in a run directory by rising step, read from their folders."""
     found = []
-    for step in checkpoint.steps(run_dir):
+    for step in rundir.checkpoint_steps(run_dir):
         folder = checkpoint.folder_of(run_dir, step)
         evaluation = rundir.read_whole(folder / EVALUATION) or {}
         tau = evaluation.get("tau")

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from remote_payload.job import JobError
-from remote_payload.rundir import CHECKPOINTS
+from remote_payload.rundir import CHECKPOINTS, checkpoint_steps
 from remote_payload.train import checkpoint
 from remote_payload.train.checkpoint import TRAINING
 from remote_payload.train.checkpoint_index import Best
@@ -50,7 +50,7 @@ def find_resume(run_dir: Path, log: Log) -> Resume | None:
     """
     checkpoint.sweep(run_dir)
     damaged: list[tuple[Path, str]] = []
-    for step in reversed(checkpoint.steps(run_dir)):
+    for step in reversed(checkpoint_steps(run_dir)):
         folder = checkpoint.folder_of(run_dir, step)
         wrong = checkpoint.damage(folder)
         if wrong is None:

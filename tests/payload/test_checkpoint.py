@@ -99,7 +99,7 @@ def test_a_step_saved_twice_holds_the_newer_state(tmp_path: Path) -> None:
     save(tmp_path, 5)
     path = save(tmp_path, 5, training={"masters": torch.ones(3)})
     assert load_file(path / "training.safetensors")["masters"].tolist() == [1, 1, 1]
-    assert checkpoint.steps(tmp_path) == [5]
+    assert rundir.checkpoint_steps(tmp_path) == [5]
 
 
 def test_a_step_that_stands_already_is_there_whole_at_every_moment_of_its_second_saving(
@@ -164,7 +164,7 @@ def test_a_save_that_fails_says_why_and_leaves_no_checkpoint_and_the_older_ones_
     assert checkpoint.damage(checkpoint.folder_of(tmp_path, 5)) is None
     monkeypatch.undo()
     save(tmp_path, 6)
-    assert checkpoint.steps(tmp_path) == [5, 6]
+    assert rundir.checkpoint_steps(tmp_path) == [5, 6]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-5", "step-6"]
 
 
@@ -177,7 +177,7 @@ def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(
     monkeypatch.setattr(checkpoint, "_write", lambda *given: written.append(given))
     with pytest.raises(SaveError, match=r"needs 16 MiB and .*checkpoints has 5 MiB free; .*checkpoint_keep"):
         save(tmp_path, 1, training={"masters": torch.zeros(3 << 20)})
-    assert not written and checkpoint.steps(tmp_path) == []
+    assert not written and rundir.checkpoint_steps(tmp_path) == []
 
 
 def test_what_is_not_as_it_was_written_is_found_by_its_name(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_a_killed_trainer_left_half_is_no_checkpoint_and_is_swept(tmp_path:
     for name in (".step-8.123", ".step-2.removed"):
         (tmp_path / "checkpoints" / name).mkdir()
         (tmp_path / "checkpoints" / name / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.steps(tmp_path) == [4]
+    assert rundir.checkpoint_steps(tmp_path) == [4]
     checkpoint.sweep(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
 
@@ -216,7 +216,7 @@ def test_numbers_that_are_not_finite_do_not_make_the_record_unreadable(tmp_path:
 
 
 def test_other_files_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:
-    assert checkpoint.steps(tmp_path) == []
+    assert rundir.checkpoint_steps(tmp_path) == []
     for name in ("step-", "step-x", ".step-4.123", "step-4.old", "notes"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert checkpoint.steps(tmp_path) == []
+    assert rundir.checkpoint_steps(tmp_path) == []

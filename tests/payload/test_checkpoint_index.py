@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from remote_payload import rundir
 from remote_payload.job import JobError
-from remote_payload.train import checkpoint, checkpoint_index
+from remote_payload.train import checkpoint_index
 from remote_payload.train.checkpoint_index import CheckpointIndex, best_of, entries, find_checkpoint
 from tests.payload.test_drafter import CONFIG
 
@@ -43,7 +44,7 @@ def test_the_newest_k_stay(tmp_path: Path) -> None:
     index = index_of(tmp_path)
     for step in (5, 9, 10, 100):
         save(index, step)
-    assert checkpoint.steps(tmp_path) == [10, 100]
+    assert rundir.checkpoint_steps(tmp_path) == [10, 100]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["index.json", "step-10", "step-100"]
 
@@ -54,7 +55,7 @@ def test_the_best_by_tau_stays_besides_the_newest_until_a_better_one_comes(tmp_p
     assert judged(index, 20, 3.0)
     for step, tau in ((30, 2.0), (40, 2.9), (50, 2.5)):
         assert not judged(index, step, tau)
-    assert checkpoint.steps(tmp_path) == [20, 40, 50]
+    assert rundir.checkpoint_steps(tmp_path) == [20, 40, 50]
     said = content(tmp_path)
     assert (said["last"], said["best"]) == (50, {"step": 20, "tau": 3.0})
     kept = {each["step"]: (each["tau"], each["kept"], each["path"]) for each in said["checkpoints"]}
@@ -64,14 +65,14 @@ def test_the_best_by_tau_stays_besides_the_newest_until_a_better_one_comes(tmp_p
         50: (2.5, ["newest"], "step-50"),
     }
     assert judged(index, 60, 3.0)  # of equal ones the later has seen more
-    assert checkpoint.steps(tmp_path) == [50, 60]
+    assert rundir.checkpoint_steps(tmp_path) == [50, 60]
 
 
 def test_every_nth_stays(tmp_path: Path) -> None:
     index = index_of(tmp_path, keep=1, keep_every=20)
     for step in range(5, 65, 5):
         save(index, step)
-    assert checkpoint.steps(tmp_path) == [20, 40, 60]
+    assert rundir.checkpoint_steps(tmp_path) == [20, 40, 60]
 
 
 def test_one_whose_evaluation_is_under_way_stays_until_its_verdict(tmp_path: Path) -> None:
@@ -81,25 +82,25 @@ def test_one_whose_evaluation_is_under_way_stays_until_its_verdict(tmp_path: Pat
     save(index, 20, awaited=True)
     for step in (30, 40):
         save(index, step)
-    assert checkpoint.steps(tmp_path) == [10, 20, 40]
+    assert rundir.checkpoint_steps(tmp_path) == [10, 20, 40]
     assert index.evaluated(10, {"tau": 2.0})
-    assert checkpoint.steps(tmp_path) == [10, 20, 40]
+    assert rundir.checkpoint_steps(tmp_path) == [10, 20, 40]
     assert not index.evaluated(20, {"tau": 1.0})
-    assert checkpoint.steps(tmp_path) == [10, 40]
+    assert rundir.checkpoint_steps(tmp_path) == [10, 40]
 
 
 def test_without_checkpoint_best_a_verdict_is_kept_but_saves_no_checkpoint(tmp_path: Path) -> None:
     index = index_of(tmp_path, keep=1, keep_best=False)
     assert judged(index, 10, 3.0)
     assert not judged(index, 20, 2.0) or best_of(entries(tmp_path)).step == 20  # type: ignore[union-attr]
-    assert checkpoint.steps(tmp_path) == [20]
+    assert rundir.checkpoint_steps(tmp_path) == [20]
 
 
 def test_an_evaluation_of_a_step_that_was_never_saved_makes_no_best(tmp_path: Path) -> None:
     index = index_of(tmp_path)
     save(index, 10)
     assert not index.evaluated(12, {"tau": 9.0})
-    assert index.best() is None and index.tau(10) is None and checkpoint.steps(tmp_path) == [10]
+    assert index.best() is None and index.tau(10) is None and rundir.checkpoint_steps(tmp_path) == [10]
 
 
 def test_an_evaluation_before_the_first_checkpoint_is_no_problem(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_new_attempt_knows_what_the_earlier_one_found_even_without_an_index(tm
     assert best is not None and (best.step, best.tau, later.tau(10)) == (10, 2.5, 2.5)
     for step in (20, 30, 40):
         save(later, step)
-    assert checkpoint.steps(tmp_path) == [10, 30, 40]
+    assert rundir.checkpoint_steps(tmp_path) == [10, 30, 40]
     assert content(tmp_path)["best"] == {"step": 10, "tau": 2.5}
 
 
@@ -168,4 +169,4 @@ def test_a_disk_that_takes_no_index_is_noted_and_ends_nothing(
     assert index.problem is not None and "No space left on device" in index.problem
     monkeypatch.undo()
     save(index, 20)
-    assert index.problem is None and checkpoint.steps(tmp_path) == [10, 20]
+    assert index.problem is None and rundir.checkpoint_steps(tmp_path) == [10, 20]

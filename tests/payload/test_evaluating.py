@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from remote_payload.train import checkpoint, evaluating
+from remote_payload import rundir
+from remote_payload.train import evaluating
 from remote_payload.train.decode import Decoded, Decoder
 from remote_payload.train.evaluating import (
     MOST_WAITING,
@@ -284,7 +285,7 @@ def test_a_run_whose_evaluations_have_no_memory_trains_to_its_end_and_resumes_ow
     assert trial.progress["alarm"] == {"reason": "evaluation_out_of_memory", "step": 8, "skipped": 3}
     end = trial.exit
     assert (end["outcome"], end["tau_before"], end["best_step"] in (2, 6)) == ("finished", None, True)
-    assert checkpoint.steps(trial.run_dir) == sorted({end["best_step"], 8})
+    assert rundir.checkpoint_steps(trial.run_dir) == sorted({end["best_step"], 8})
     index = (trial.run_dir / "checkpoints" / "index.json").read_text()
     assert "evaluating" not in index, "nothing waits for an evaluation that does not come"
     assert re.search(r"not evaluated +3 times, for want of memory", trial.log)

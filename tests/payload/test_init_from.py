@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from remote_payload.job import Job, JobError
-from remote_payload.train.checkpoint import folder_of, steps
+from remote_payload.rundir import checkpoint_steps
+from remote_payload.train.checkpoint import folder_of
 from remote_payload.train.drafter import Drafter, initialise
 from remote_payload.train.init_from import check_initial, load_initial
 from remote_payload.train.released import ReleasedError
@@ -94,7 +95,7 @@ def test_a_run_goes_on_with_the_weights_of_another_runs_checkpoint_and_may_find_
     # A relative path starts at the workspace.
     again = Trial(tmp_path, "again", steps=1, init_from="runs/first/checkpoints/step-40")
     assert again.fork() == 0, again.log
-    assert steps(second.run_dir) == [0, 1]
+    assert checkpoint_steps(second.run_dir) == [0, 1]
     for name, value in first.tensors(40).items():
         assert second.tensors(0)[name].equal(value), name
         torch.testing.assert_close(second.tensors(1)[name], value, atol=1e-9, rtol=0)

@@ -194,7 +194,7 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_up_for_when_no_step_is_left(t
     trial = Trial(tmp_path, steps=6)
     assert trial.fork(KilledInEvaluation()) == -signal.SIGKILL
     assert [event["step"] for event in trial.events("eval")] == [0]
-    assert checkpoint.steps(trial.run_dir) == [6]
+    assert rundir.checkpoint_steps(trial.run_dir) == [6]
     assert trial.fork(attempt=2) == 0, trial.log
     assert [event["step"] for event in trial.events("eval")] == [0, 6]
     assert "No step is left to train" in trial.log
@@ -276,7 +276,7 @@ def test_a_resumed_run_with_another_mask_token_taps_or_seed_is_refused_naming_bo
         assert trial.fork(attempt=2) == 2
         assert said in trial.exit["error"], trial.exit["error"]
         assert trial.last_line.endswith(trial.exit["error"])
-    assert not trial.crashes() and checkpoint.steps(trial.run_dir) == [4]
+    assert not trial.crashes() and rundir.checkpoint_steps(trial.run_dir) == [4]
 
 
 def test_a_resumed_run_may_evaluate_save_and_wait_otherwise_and_train_longer_and_says_the_latter(
@@ -290,7 +290,7 @@ def test_a_resumed_run_may_evaluate_save_and_wait_otherwise_and_train_longer_and
     )  # fmt: skip
     assert trial.fork(attempt=2) == 0, trial.log
     assert [event["step"] for event in trial.events("eval")] == [10, 20]
-    assert checkpoint.steps(trial.run_dir) == [4, 6, 9, 10, 12, 15, 18, 20]
+    assert rundir.checkpoint_steps(trial.run_dir) == [4, 6, 9, 10, 12, 15, 18, 20]
     assert trial.events("resume")[0]["steps_before"] == STEPS
     assert (
         "The run has 20 steps now and had 14: the learning rate goes on at step 4 of the new curve"

@@ -8,7 +8,6 @@ import pytest
 
 from remote_payload import rundir
 from remote_payload.job import JobError
-from remote_payload.train import checkpoint
 from remote_payload.train.contract import ContractError
 from remote_payload.train.resume import FORMAT, Resume, check_resume, earlier_reports, find_resume
 from tests.payload.test_checkpoint import save
@@ -50,7 +49,7 @@ def test_damaged_ones_are_named_and_set_aside_once_an_older_one_is_found_whole(t
     save(tmp_path, 10)  # damaged again: the earlier one makes room
     (tmp_path / "checkpoints/step-10/training.json").unlink()
     found = find_resume(tmp_path, said.append)
-    assert found is not None and found.step == 5 and checkpoint.steps(tmp_path) == [5]
+    assert found is not None and found.step == 5 and rundir.checkpoint_steps(tmp_path) == [5]
 
 
 def test_when_all_are_damaged_they_stay_and_the_run_is_refused(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_when_all_are_damaged_they_stay_and_the_run_is_refused(tmp_path: Path) -
             JobError, match=r"no checkpoint there is whole \(step-9: .*; step-5: .*\). Remove"
         ):
             find_resume(tmp_path, print)
-    assert checkpoint.steps(tmp_path) == [5, 9]
+    assert rundir.checkpoint_steps(tmp_path) == [5, 9]
 
 
 def test_what_is_of_another_run_format_or_of_a_later_step_is_refused(tmp_path: Path) -> None:

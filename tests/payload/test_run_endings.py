@@ -179,7 +179,7 @@ def test_a_checkpoint_that_a_disk_never_takes_is_left_behind_too(tmp_path: Path)
     assert trial.exit["outcome"] == "crashed" and trial.exit["error"].endswith("on purpose")
     assert "are left behind: saver" in trial.log
     stacks = (trial.run_dir / rundir.CRASH / "stacks-threads-did-not-end.txt").read_text()
-    assert "in hang" in stacks and checkpoint.steps(trial.run_dir) == []
+    assert "in hang" in stacks and rundir.checkpoint_steps(trial.run_dir) == []
 
 
 def hang_while_saving_and_fail() -> None:
