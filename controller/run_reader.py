@@ -107,7 +107,9 @@ class RunReader:
         self._small: dict[str, tuple[tuple[int, int, int], Record | None]] = {}
         self._crashes: dict[str, tuple[tuple[int, int], Crash | None]] = {}
         self._state = RunState()
-        self._foreign = _foreign(directory)
+        place = rundir.read_whole(directory / paths.PLACE) or {}
+        self._launched = _launched(place)
+        self._foreign = ForeignReader(directory, place) if text(place, "log_path") else None
 
     @property
     def state(self) -> RunState:
@@ -141,7 +143,7 @@ class RunReader:
             records[rundir.EVENTS] = foreign.events
             restarted |= {rundir.EVENTS} if foreign.restarted else set()
         news = News(
-            run=foreign.run if foreign else self._record(rundir.RUN),
+            run=foreign.run if foreign else self._record(rundir.RUN) or self._launched,
             job=self._record(rundir.JOB),
             status=status,
             progress=foreign.progress if foreign else self._record(rundir.PROGRESS),
@@ -226,10 +228,14 @@ class RunReader:
         return tuple(lines[-LAST_WORDS:])
 
 
-def _foreign(directory: Path) -> ForeignReader | None:
-    """The reader of a log that is no run's, when the mirror in `directory` is of one."""
-    place = rundir.read_whole(directory / paths.PLACE) or {}
-    return ForeignReader(directory, place) if text(place, "log_path") else None
+def _launched(place: Record) -> Record | None:
+    """What `place.json` says of a run of which nothing has been heard yet, by the names of `run.json`."""
+    host = table(place, "host")
+    known = {
+        "id": place.get("run_id"), "job": place.get("job_name"), "created": place.get("created"),
+        "place": host.get("name"), "host": host.get("address"),
+    }  # fmt: skip
+    return known if place else None
 
 
 def _says_ended(status: Record | None) -> bool:

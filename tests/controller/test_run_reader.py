@@ -51,6 +51,17 @@ def test_a_number_with_which_no_plot_could_reckon_is_none(beyond: Any) -> None:
     assert run_records.number({"loss": 10**18}, "loss") == 1e18
 
 
+def test_a_run_of_which_nothing_was_heard_has_the_names_that_the_launch_gave_it(tmp_path: Path) -> None:
+    place = {"host": {"name": "gpubox", "address": "10.1.2.6"}, "run_id": "mine-1130", "job_name": "mine"}
+    (tmp_path / "place.json").write_text(json.dumps({**place, "created": NOW - 5, "log_path": None}))
+    state = RunReader(tmp_path, scale=1.0).poll(NOW)
+    assert (state.run_id, state.job_name, state.place, state.state) == (
+        "mine-1130", "mine", "gpubox", "UNKNOWN",
+    )  # fmt: skip
+    golden.healthy().write(tmp_path)
+    assert RunReader(tmp_path, scale=1.0).poll(NOW).run_id == "1129-a7f3"
+
+
 def test_half_a_line_is_left_alone_until_it_is_whole(reader: RunReader, tmp_path: Path) -> None:
     whole = step(7)
     path = tmp_path / "events.jsonl"
