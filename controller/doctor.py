@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 from controller.errors import PayloadEnvironmentError
+from controller.gpu_claims import lost_gpus
 from controller.inventory import Host
 from controller.requirements import OLDEST
 from controller.text import safe_line
@@ -56,6 +57,7 @@ def examine(
         Check("Python", "ok", f"{answer['python']} ({host.python})"),
         *_packages(answer["modules"], answer["gpus"], host),
         _gpus(answer["gpus"], job),
+        *_lost(answer, job, host),
         *_driver(answer, host),
         *_nodes(answer, host, config),
         *_torch(answer, job),
@@ -144,6 +146,18 @@ def _gpus(seen: int | str, job: Job | None) -> Check:
             "Change `targets` and `drafters` of the job.",
         )
     return Check("GPUs", "ok", f"{seen}")
+
+
+def _lost(answer: Mapping[str, Any], job: Job | None, host: Host) -> Iterator[Check]:
+    """A GPU that fell off its bus stops the jobs that name it, and no other."""
+    for gpu, own in lost_gpus(answer.get("use", {}), job, host.env):
+        yield Check(
+            f"GPU {gpu.index}",
+            "failure" if own else "warning",
+            f"GPU {gpu.index} is not reached{', and the job names it' if own else ''}: {safe_line(gpu.lost)}",
+            "Only a reset of that GPU or a restart of its host brings it back. Until then torch may count the"
+            " others without it: CUDA_VISIBLE_DEVICES=GPU-... in the place's [env] names one for sure.",
+        )
 
 
 def _driver(answer: Mapping[str, Any], host: Host) -> Iterator[Check]:

@@ -25,6 +25,8 @@ class Gpu:
     used_gib: float | None
     holders: tuple[str, ...]
     """Its processes as nvidia-smi shows them: `pid 4711 (python) 7.8 GiB`."""
+    lost: str = ""
+    """How nvidia-smi says that it does not reach it; empty: it does."""
 
 
 def conflicts(use: Record, job: Job, env: Mapping[str, str], *, own: str = "") -> list[str]:
@@ -54,6 +56,14 @@ def wants_gpus(use: Record, job: Job, env: Mapping[str, str]) -> bool:
     return bool(_chosen([*job.targets, *job.drafters], known_gpus(use), env))
 
 
+def lost_gpus(use: Record, job: Job | None, env: Mapping[str, str]) -> list[tuple[Gpu, bool]]:
+    """The GPUs that nvidia-smi does not reach, each with whether the job names it (`auto` names none)."""
+    gpus = known_gpus(use)
+    devices = () if job is None else (*job.targets, *job.drafters)
+    named = _chosen((device for device in devices if device != "auto"), gpus, env)
+    return [(gpu, gpu in named) for gpu in gpus if gpu.lost]
+
+
 def living(use: Record) -> list[str]:
     """The ids of the runs that lived when the place was asked."""
     return [text(run, "id") for run in rows(use, "runs")]
@@ -80,7 +90,7 @@ def known_gpus(use: Record) -> list[Gpu]:
         index = whole(row, "index")
         if index is not None:
             holders = tuple(map(_holder, rows(row, "processes")))
-            found.append(Gpu(index, text(row, "uuid"), number(row, "used_gib"), holders))
+            found.append(Gpu(index, text(row, "uuid"), number(row, "used_gib"), holders, text(row, "lost")))
     return sorted(found, key=lambda gpu: gpu.index)
 
 

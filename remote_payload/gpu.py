@@ -27,8 +27,6 @@ from remote_payload.timing import time_scale
 
 COMMAND = "nvidia-smi"
 
-_NO_DEVICES = "No devices were found"
-_MOST_GPUS = 32
 _MOST_TEXT = 500
 
 
@@ -123,7 +121,7 @@ class GpuSampler:
                 answer = f"{self._command} cannot be run: {error.strerror}"
             if self._stop.is_set() or self._query.drop(answer):
                 continue
-            if answer.startswith(_NO_DEVICES) and not self._known:
+            if answer.startswith(gpu_rows.NO_DEVICES) and not self._known:
                 self._write("gpu_none", reason=answer)
                 return
             self._tell(answer)
@@ -188,7 +186,7 @@ class GpuSampler:
                 if answer is None:
                     hung.add(which)
                     answer = f"{self._command} -i {which} gave no answer for {self._timing.silence:g} s"
-                if answer.startswith(_NO_DEVICES) and which == index:
+                if answer.startswith(gpu_rows.NO_DEVICES) and which == index:
                     break  # counting up, this index is past the last GPU
                 row = next(filter(None, map(self._query.row, answer.splitlines())), None)
                 if row is None:
@@ -202,7 +200,7 @@ class GpuSampler:
     def _targets(self) -> Sequence[tuple[str, str]]:
         """What to ask one by one: the known GPUs' (uuid, index), or else indices to count up."""
         known = [(u, i) for u, i in self._known.items() if not u.startswith("index-")]
-        return known or [(str(index), str(index)) for index in range(_MOST_GPUS)]
+        return known or [(str(index), str(index)) for index in range(gpu_rows.MOST_GPUS)]
 
     def _ask(self, which: str) -> str | None:
         """What nvidia-smi says of one GPU, or None when it hangs."""

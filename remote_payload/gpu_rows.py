@@ -14,6 +14,11 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
+NO_DEVICES: Final = "No devices were found"
+"""What is said of an index that is past the last GPU, or where there is none."""
+MOST_GPUS: Final = 32
+"""More than a machine has; up to it indices are counted."""
+
 _BAD_FIELD = re.compile(r'Field "([^"]*)" is not a valid field')
 _ONE_GPU = re.compile(r"Unable to determine the device handle for GPU|GPU is lost", re.IGNORECASE)
 

@@ -13,7 +13,11 @@ PATIENCE_S = 20.0
 
 
 class NvidiaSmiError(Exception):
-    """There is no answer; the text says why in one sentence."""
+    """There is no answer; the text says why in one sentence, `said` is all that nvidia-smi printed."""
+
+    def __init__(self, why: str, said: str = "") -> None:
+        super().__init__(why)
+        self.said = said
 
 
 def ask(arguments: Sequence[str], *, command: str = COMMAND, patience: float = PATIENCE_S) -> list[str]:
@@ -31,5 +35,6 @@ def ask(arguments: Sequence[str], *, command: str = COMMAND, patience: float = P
         raise NvidiaSmiError(f"{command} cannot be run ({error.strerror})") from error
     lines = [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
     if done.returncode:
-        raise NvidiaSmiError(lines[0] if lines else f"{command} ended with exit status {done.returncode}")
+        why = lines[0] if lines else f"{command} ended with exit status {done.returncode}"
+        raise NvidiaSmiError(why, "\n".join(lines))
     return lines

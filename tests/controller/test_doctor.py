@@ -84,6 +84,21 @@ def test_a_job_that_names_gpus_needs_them() -> None:
     assert problems(GOOD | {"gpus": "NVML: Driver/library version mismatch"})[0][0] == "warning"
 
 
+def test_a_lost_gpu_stops_the_jobs_that_name_it_and_is_a_warning_to_all_others() -> None:
+    gpus = [
+        {"index": index, "uuid": uuid, "used_gib": 0.0, "processes": [], "lost": lost}
+        for index, uuid, lost in ((0, "GPU-aa", None), (1, None, "GPU is lost"))
+    ]
+    answer = GOOD | {"gpus": 2, "use": {"gpus": gpus, "runs": [], "why": None}}
+    named = {name: Job.from_mapping(VALUES | {"targets": [name], "drafters": [name]}, "test")
+             for name in ("cuda:0", "cuda:1", "cpu")}  # fmt: skip
+    for job in (named["cuda:0"], named["cpu"], JOB):
+        assert problems(answer, job) == [("warning", "GPU 1 is not reached: GPU is lost")]
+    assert problems(answer, named["cuda:1"]) == [
+        ("failure", "GPU 1 is not reached, and the job names it: GPU is lost")
+    ]
+
+
 @pytest.mark.parametrize(("free", "level"), [(4.0, "warning"), (0.1, "failure")])
 def test_a_full_disk_is_noticed(free: float, level: str) -> None:
     workspace = {"path": "/w", "free_gib": free, "writable": True}

@@ -62,6 +62,59 @@ def test_memory_and_processes_are_told_by_gpu_and_odd_cells_are_null(tmp_path: P
     assert found["why"] is None
 
 
+ONE_LOST = """
+case "$*" in
+*compute-apps*) echo "{said}"; exit 15;;
+*"-i 0"*) echo "0, GPU-aa, NVIDIA H200, 8021, 143771";;
+*"-i 1"*) echo "{said}"; exit 15;;
+*"-i 2"*) echo "2, GPU-cc, NVIDIA H200, 1, 143771";;
+*"-i "*) echo "No devices were found"; exit 6;;
+*) {listing} echo "{said}"; exit 15;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unable to determine the device handle for GPU0000:07:00.0: Unknown Error",
+        "Unable to determine the device handle for GPU 0000:07:00.0: GPU is lost.  Reboot the system",
+    ],
+)
+@pytest.mark.parametrize("listing", ["", 'echo "0, GPU-aa, NVIDIA H200, 8021, 143771";'])
+def test_one_lost_gpu_that_ends_the_listing_is_named_and_the_others_are_asked_one_by_one(
+    tmp_path: Path, said: str, listing: str
+) -> None:
+    found = gpu_use(tmp_path, command=nvidia_smi(tmp_path, ONE_LOST.format(said=said, listing=listing)))
+    assert found["why"] is None
+    assert [(gpu["index"], gpu["uuid"], gpu["used_gib"], gpu["lost"]) for gpu in found["gpus"]] == [
+        (0, "GPU-aa", 7.833, None), (1, None, None, said), (2, "GPU-cc", 0.001, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "lost"),
+    [
+        ("1, GPU-bb, NVIDIA H200, [GPU is lost], [GPU is lost]", "GPU is lost"),
+        ("1, [Unknown Error], [Unknown Error], [Unknown Error], [Unknown Error]", "Unknown Error"),
+        ("1, GPU-bb, NVIDIA H200, ERR!, 143771", "ERR!"),
+        ("1, GPU-bb, NVIDIA GB10, [N/A], [N/A]", None),
+        ("1, GPU-bb, NVIDIA H200, [Not Supported], [Insufficient Permissions]", None),
+    ],
+)
+def test_a_row_tells_by_its_cells_whether_its_gpu_is_lost(tmp_path: Path, row: str, lost: str | None) -> None:
+    body = f"echo '0, GPU-aa, NVIDIA H200, 8021, 143771'; echo '{row}'"
+    first, second = gpu_use(tmp_path, command=nvidia_smi(tmp_path, body))["gpus"]
+    assert (first["lost"], second["lost"], second["used_gib"]) == (None, lost, None)
+    assert second["uuid"] == (None if "1, [Unknown" in row else "GPU-bb")
+
+
+def test_where_gpus_do_not_answer_one_by_one_either_the_listings_reason_stands(tmp_path: Path) -> None:
+    body = "case \"$*\" in *'-i '*) echo odd; exit 9;; *) echo '0: GPU is lost'; exit 15;; esac"
+    found = gpu_use(tmp_path, command=nvidia_smi(tmp_path, body))
+    assert (found["gpus"], found["why"]) == ([], "0: GPU is lost")
+
+
 def test_only_runs_whose_processes_live_are_named_with_their_devices(tmp_path: Path) -> None:
     run(tmp_path, "alive", alive=True, devices=[{"uuid": "GPU-aa"}, {"uuid": None}, {"device": "cpu"}])
     run(tmp_path, "loading", alive=True)
