@@ -122,6 +122,7 @@ class Mirror:
             self._thread.join()  # of a `stop` that could not wait long enough
         self._stop.clear()
         self._wake.clear()
+        self.error = None
         self._files = MirrorFiles(self._directory)
         # A daemon: a place that hangs in its connection must not keep a view from ending.
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -146,7 +147,7 @@ class Mirror:
     @property
     def is_asking(self) -> bool:
         """Whether it is not yet known if what the folder says of the run's end is still true."""
-        return self.running and not self.holds_lock and not self.reads_only
+        return self.running and not (self.holds_lock or self.reads_only) and self.error is None
 
     @property
     def news_count(self) -> int:

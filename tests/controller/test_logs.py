@@ -19,7 +19,7 @@ from controller.diagnose import diagnose_text
 from controller.errors import ProtocolError, UnreachableError
 from controller.logs import follow_log, whole_characters
 from controller.mirror import LOG_TAIL_BYTES, NO_OLDER, Mirror, ask_for_whole_log
-from controller.mirror_files import MIRROR
+from controller.mirror_files import LOCK, MIRROR
 from controller.mirror_reader import MirrorReader
 from controller.timing import Timing
 from remote_payload import rundir
@@ -151,9 +151,9 @@ def test_a_follower_returns_the_exit_code_of_the_design(scene: Scene, code: int,
     )
     scene.remote.supervisor = scene.remote.trainer = "gone"
     assert scene.logs(follow=True) == code
-    assert scene.notes.getvalue().splitlines()[:1] == (
-        [f"dflashctl: KILLED {signal}"] if signal else [f"dflashctl: FAILED rc={code}"] if code else []
-    )
+    said = f"KILLED {signal}\n" if signal else f"FAILED rc={code}\n" if code else ""
+    notes = scene.notes.getvalue()
+    assert said in notes if code else notes == ""
 
 
 def test_a_follower_of_a_run_that_somebody_else_resumed_goes_on_to_its_new_end(scene: Scene) -> None:
@@ -178,6 +178,15 @@ def test_an_ended_run_whose_place_cannot_be_asked_is_printed_with_that_and_its_c
     assert scene.logs() == 0
     assert scene.out.getvalue() == b"attempt 1\n" * 3
     assert scene.notes.getvalue().count("gpubox: no route") == 2
+
+
+def test_a_follower_of_an_ended_run_ends_where_its_folder_takes_no_writer(scene: Scene) -> None:
+    scene.remote.finish(1)
+    assert scene.logs(follow=True) == 1
+    (scene.folder / LOCK).unlink()
+    (scene.folder / LOCK).mkdir()
+    assert scene.logs(follow=True) == 1
+    assert "mirror.lock" in scene.notes.getvalue()
 
 
 def test_a_follower_of_a_failed_run_is_told_what_is_known_to_help(scene: Scene) -> None:
