@@ -14,12 +14,11 @@ both threads at once); `mode="reduce-overhead"` is not: below torch 2.13 it fail
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import shutil
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -155,13 +154,6 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-@contextlib.contextmanager
-def no_recompiles() -> Iterator[None]:
-    """Raise at whatever is compiled inside, in any thread of the process: for tests, and never for a run."""
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield
 
 
 class Graph:

@@ -19,6 +19,7 @@ from remote_payload.train.devices import on_device
 from remote_payload.train.drafter import DrafterConfig
 from remote_payload.train.replica import Replica
 from remote_payload.train.statistics import Statistics
+from tests.payload.recompiles import no_recompiles
 from tests.payload.test_fp8 import alike, plain_mlp
 
 pytestmark = [
@@ -202,7 +203,7 @@ def test_nothing_in_a_step_waits_for_the_device_or_compiles_again() -> None:
     replica.step(100.0, 1e-3)
     torch.cuda.set_sync_debug_mode("error")  # process-wide: nobody else runs here
     try:
-        with execution.no_recompiles():
+        with no_recompiles():
             for row in rows:
                 replica.load(None, row)
                 replica.run_row(row, 0, first=True)
