@@ -32,6 +32,7 @@ class Interrupts:
         self._held = False
         self._waits = False
         self._again = False
+        self._coming = _thread.allocate_lock()
 
     def __enter__(self) -> Interrupts:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -43,7 +44,8 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._waits = False
+        with self._coming:  # none comes after this, when nobody would catch it
+            self._waits = False
         if self._held:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -69,10 +71,11 @@ class Interrupts:
     def _come_again(self) -> None:
         while True:
             time.sleep(_AGAIN_S)
-            if not self._waits:
-                return
-            self._again = True
-            os.kill(os.getpid(), signal.SIGINT)
+            with self._coming:
+                if not self._waits:
+                    return
+                self._again = True
+                os.kill(os.getpid(), signal.SIGINT)
 
 
 class Allowed:
