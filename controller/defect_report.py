@@ -18,7 +18,7 @@ def write_report(error: BaseException, about: Mapping[str, str]) -> Path | None:
 
     Local variables are left out: they hold the log.
     """
-    path = paths.state_root() / "crashes" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     head = {
         "dflashctl": __version__,
         "python": f"{platform.python_version()} on {platform.system()}",
@@ -27,6 +27,6 @@ def write_report(error: BaseException, about: Mapping[str, str]) -> Path | None:
     text = "".join(f"{name}: {value}\n" for name, value in head.items())
     text += "\n" + "".join(traceback.format_exception(error))
     try:
-        return paths.kept(path, text)
+        return paths.kept(paths.state_root() / "crashes" / name, text)
     except LocalStateError:
         return None

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from controller.errors import InventoryError
+from controller.paths import home
 
 
 def find_file() -> Path | None:
@@ -19,7 +20,7 @@ def find_file() -> Path | None:
         return Path(named)
     configuration = os.environ.get("XDG_CONFIG_HOME", "")
     if not configuration.startswith("/"):
-        configuration = str(Path.home() / ".config")
+        configuration = str(home() / ".config")
     for path in (Path("hosts.toml"), Path(configuration) / "dflashctl" / "hosts.toml"):
         if path.is_file():
             return path

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from controller.errors import InventoryError, UsageError
 from controller.hosts_file import find_file
-from controller.paths import expanded
+from controller.paths import expanded, home
 
 Kind = Literal["local", "ssh", "proxmox"]
 BUILT_IN = "the built-in places"
@@ -298,9 +298,9 @@ def _host(values: dict[str, Any], spot: _Spot) -> Host:
     filled = dict(values)
     if filled.get("kind") == "local":
         named = os.environ.get("XDG_DATA_HOME", "")
-        home = named if named.startswith("/") else Path.home() / ".local" / "share"
+        base = named if named.startswith("/") else home() / ".local" / "share"
         filled.setdefault("workspace", "")
-        filled["workspace"] = filled["workspace"] or str(Path(home) / "dflashctl")
+        filled["workspace"] = filled["workspace"] or str(Path(base) / "dflashctl")
         for key in ("workspace", "venv", "wheels"):
             if isinstance(filled.get(key), str) and filled[key].startswith("~"):
                 filled[key] = str(expanded(filled[key]))

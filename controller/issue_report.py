@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from controller import __version__
 from controller.health import age_text
 from controller.job_table import job_table
+from controller.paths import home
 from controller.redaction import redacted
 from controller.run_records import Crash, Thread
 from controller.run_state import RunState
@@ -39,7 +39,7 @@ def issue_report(
 
 def local_users() -> set[str]:
     """The names under which this machine's user may stand in paths."""
-    return {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path.home().name} - {""}
+    return {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), home().name} - {""}
 
 
 def _lines(state: RunState, log: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ from controller.errors import InventoryError
 from controller.glance import Glance, glance
 from controller.health import Word
 from controller.narration import Say
+from controller.paths import home
 from controller.run_records import number, text, whole
 from controller.text import last_line, safe_line
 from controller.timing import Timing
@@ -55,7 +56,7 @@ class Hook:
 def hook_file() -> Path:
     """Where the user's hook is written down; it need not exist."""
     named = os.environ.get("XDG_CONFIG_HOME", "")
-    base = Path(named) if named.startswith("/") else Path.home() / ".config"
+    base = Path(named) if named.startswith("/") else home() / ".config"
     return base / "dflashctl" / "notify.toml"
 
 

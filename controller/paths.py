@@ -42,13 +42,23 @@ def expanded(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises RuntimeError then
 
 
+def home() -> Path:
+    """The user's home. Raises LocalStateError where there is none: a uid without a name, and no $HOME."""
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise LocalStateError(
+            "this user has no home folder", f"Set HOME, or give uid {os.getuid()} one in /etc/passwd."
+        ) from error
+
+
 def state_root() -> Path:
     """The folder of everything that this laptop knows; not created here.
 
-    The XDG base directory specification has a relative `$XDG_STATE_HOME` ignored.
+    The XDG base directory specification has a relative `$XDG_STATE_HOME` ignored. Raises what `home` raises.
     """
     named = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(named) if named.startswith("/") else Path.home() / ".local" / "state"
+    base = Path(named) if named.startswith("/") else home() / ".local" / "state"
     return base / "dflashctl"
 
 

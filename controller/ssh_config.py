@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from controller.errors import UnreachableError
-from controller.paths import expanded
+from controller.paths import expanded, home
 
 _ASK_S: Final = 15.0
 _NONE: Final = ("none", "")
@@ -98,7 +98,7 @@ def _other_home() -> str:
 def _file_option() -> list[str]:
     if not _other_home():
         return []
-    for path in (Path.home() / ".ssh" / "config", _SYSTEM):
+    for path in (home() / ".ssh" / "config", _SYSTEM):
         if path.is_file():
             return ["-F", str(path)]
     return ["-F", "none"]
@@ -138,7 +138,7 @@ def _ask_fabric(alias: str) -> Values:
         del sys.modules["invoke"]
     import fabric
 
-    user = Path.home() / ".ssh" / "config"
+    user = home() / ".ssh" / "config"
     for path in (user, _SYSTEM):
         if path.is_file():
             _refuse_include(path)
@@ -171,7 +171,7 @@ def _settings(alias: str, values: Values) -> SshSettings:
     port = int(text)
     key_alias = one("hostkeyalias")
     tokens = {
-        "%": "%", "d": str(Path.home()), "h": hostname, "i": str(os.getuid()), "k": key_alias or alias,
+        "%": "%", "d": str(home()), "h": hostname, "i": str(os.getuid()), "k": key_alias or alias,
         "L": socket.gethostname().partition(".")[0], "l": socket.gethostname(), "n": alias, "p": text,
         "r": user, "u": _own_name(),
     }  # fmt: skip
@@ -216,7 +216,7 @@ def _at_home(path: str) -> Path:
     """A path of the configuration, below $HOME where ssh expanded `~` to another home."""
     other = _other_home()
     if other and path.startswith(f"{other}/"):
-        return Path.home() / path.removeprefix(f"{other}/")
+        return home() / path.removeprefix(f"{other}/")
     return expanded(path)
 
 

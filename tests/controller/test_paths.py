@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import pwd
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller import paths
+from controller.defect_report import write_report
 from controller.errors import LocalStateError, UsageError
 from controller.listing import print_runs
 from tests.tui import golden
@@ -33,6 +35,19 @@ def test_the_state_root_follows_xdg_and_ignores_a_relative_one(
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", "/home/someone")
     assert paths.state_root() == Path("/home/someone/.local/state/dflashctl")
+
+
+def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(LocalStateError, match="this user has no home folder") as caught:
+        paths.state_root()
+    assert "Set HOME" in caught.value.hint
+    assert write_report(ValueError("a defect"), {}) is None
 
 
 def test_the_home_of_an_unknown_user_is_a_name_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
