@@ -159,7 +159,7 @@ def _read(
 
 def _masters(source: Path, config: DrafterConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The float32 masters by name, proved to be those that `stored` was rounded from. Raises JobError."""
-    drafter = Drafter(config)
+    drafter = Drafter.blank(config)
     flat = load_file(source / checkpoint.TRAINING)["masters"]
     masters = FlatWeights(drafter, torch.float32, adjacent=drafter.adjacent()).named(flat)
     wrong = [name for name, value in masters.items() if not value.to(stored[name].dtype).equal(stored[name])]

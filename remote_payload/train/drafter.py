@@ -279,6 +279,18 @@ class Drafter(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.fp8_projections = False
 
+    @classmethod
+    def blank(
+        cls, config: DrafterConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Drafter:
+        """One on `device` whose weights are still to be written.
+
+        torch would draw them all at random first, which takes a core ten seconds for a billion.
+        """
+        with torch.device("meta"):
+            drafter = cls(config)
+        return drafter.to(dtype).to_empty(device=device)
+
     def train_in_fp8(self, parts: Collection[str]) -> None:
         """Let training multiply 8-bit numbers in these parts (see `fp8.PARTS`); nothing else ever does."""
         self.fp8_projections = fp8.PROJECTIONS in parts

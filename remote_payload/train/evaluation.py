@@ -140,9 +140,6 @@ def drafter_with(
     config: DrafterConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> Drafter:
     """A drafter of the sizes in `config` on `device` with a copy of `weights`, for decoding."""
-    with torch.device("meta"):  # weights at random would take a core ten seconds for a billion of them
-        drafter = Drafter(config)
-    # Copies, since kernels add up in another order where memory is aligned otherwise, as in a mapped file.
-    own = {name: value.to(device, dtype, copy=True) for name, value in weights.items()}
-    drafter.load_state_dict(own, assign=True)
+    drafter = Drafter.blank(config, device, dtype)
+    drafter.load_state_dict(weights)
     return drafter.eval().requires_grad_(False)

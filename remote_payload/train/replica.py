@@ -91,7 +91,7 @@ class Replica:
         self.shape = shape
         self._layout = statistics
         self.dtype = compute_dtype(job.compute_dtype, device)
-        self.drafter = Drafter(config)
+        self.drafter = Drafter.blank(config)
         initialise(self.drafter, torch.Generator().manual_seed(job.seed))
         if init_from is not None:
             load_initial(self.drafter, init_from)

@@ -50,6 +50,20 @@ def random_drafter(config: DrafterConfig = CONFIG, seed: int = 0) -> Drafter:
     return drafter
 
 
+def test_a_blank_drafter_draws_no_weights_and_is_like_others_once_it_has_some() -> None:
+    """Drawing a billion that are then overwritten takes a core ten seconds."""
+    state = torch.get_rng_state()
+    blank, small = Drafter.blank(CONFIG), Drafter.blank(CONFIG, dtype=torch.bfloat16)
+    assert torch.get_rng_state().equal(state)
+    assert {p.dtype for p in small.parameters()} == {torch.bfloat16}
+    drawn = Drafter(CONFIG)
+    for drafter in (blank, drawn):
+        initialise(drafter, torch.Generator().manual_seed(5))
+    mine, theirs = dict(blank.named_parameters()), dict(drawn.named_parameters())
+    assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in theirs)
+    assert all(p.requires_grad and p.device.type == "cpu" for p in mine.values())
+
+
 def random_inputs(context: int, queries: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Features, embedded block tokens, and a random mask in which every query sees something."""
     generator = torch.Generator().manual_seed(seed)
