@@ -13,6 +13,7 @@ import pytest
 
 from remote_payload import checkup, memory_events
 from tests.ports import free_port
+from tests.waiting import until
 
 
 def test_paths_of_a_job_are_found_where_the_trainer_would_look(tmp_path: Path) -> None:
@@ -134,7 +135,5 @@ def test_a_command_that_cannot_even_be_killed_is_not_waited_for(
         began = time.monotonic()
         said = checkup.ask_torch([sys.executable, "-S", "-c", script], patience=1.0)
         assert "took more than 1 s" in said["error"] and time.monotonic() - began < 60
-    while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):
-        assert time.monotonic() - began < 100
-        time.sleep(0.01)
+    pid = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     os.kill(int(pid), signal.SIGKILL)

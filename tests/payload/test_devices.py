@@ -19,6 +19,7 @@ from remote_payload.train.devices import (
     resolve_devices,
     turn,
 )
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 
@@ -77,8 +78,7 @@ def test_only_one_thread_has_its_turn_on_the_cpu_and_who_asked_first_comes_first
     with turn(CPU):
         for asked, thread in enumerate(threads, start=1):
             thread.start()
-            while len(devices._CPU._waiting) < asked:  # so that the order of asking is known
-                time.sleep(0.001)
+            until(lambda n=asked: len(devices._CPU._waiting) >= n)  # so that the order of asking is known
         assert order == []
     for thread in threads:
         thread.join(60)

@@ -7,7 +7,6 @@ import functools
 import queue
 import re
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from remote_payload.train.evaluation import Evaluation
 from remote_payload.train.run import Snapshot
 from remote_payload.train.run_control import RunControl, ThreadStatus
 from tests.payload.trial import Trial
+from tests.waiting import until
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "rundir.md"
 
@@ -234,10 +234,8 @@ def test_the_last_evaluation_begins_when_the_drafters_have_ended(monkeypatch: py
         run.to_evaluate.put(Snapshot(step, {}, None, 0.0, None))
     thread = threading.Thread(target=evaluating.evaluate, args=(run, status))
     thread.start()
-    deadline = time.monotonic() + 60
-    while status.state != "waiting for the drafters to end" and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert status.state == "waiting for the drafters to end" and not began.is_set()
+    until(lambda: status.state == "waiting for the drafters to end", seen=lambda: status.state)
+    assert not began.is_set()
     run.to_evaluate.put(None)
     thread.join(60)
     assert began.is_set() and not thread.is_alive()

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import until
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -40,18 +42,18 @@ class Chromium:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._sending, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
-            answer = self._next(until, method)
+            answer = self._next(deadline, method)
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
                 return result
             self.events.append(answer)
 
-    def _next(self, until: float, waiting_for: str) -> dict[str, Any]:
+    def _next(self, deadline: float, waiting_for: str) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            left = until - time.monotonic()
+            left = deadline - time.monotonic()
             assert left > 0, f"Chromium does not answer {waiting_for}"
             if select.select([self._receiving], [], [], left)[0]:
                 data = os.read(self._receiving, 1 << 20)
@@ -73,10 +75,7 @@ class Chromium:
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
         )
         self.call("Page.navigate", url=path.as_uri())
-        until = time.monotonic() + 60
-        while self.js("document.readyState") != "complete" or "file:" not in self.js("location.href"):
-            assert time.monotonic() < until, "the page is never loaded"
-            time.sleep(0.05)
+        until(lambda: "file:" in self.js("location.href") and self.js("document.readyState") == "complete")
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page."""
