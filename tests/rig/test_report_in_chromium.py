@@ -11,6 +11,7 @@ import pytest
 from controller.report.writing import page_of
 from tests.rig.chromium import Chromium, chromium, found
 from tests.tui import golden
+from tests.waiting import until
 
 pytestmark = pytest.mark.rig
 
@@ -79,12 +80,13 @@ def test_values_stand_under_the_pointer(browser: Chromium, tmp_path: Path) -> No
         "(b=>[b.x,b.y,b.width,b.height])(document.querySelector('svg[data-lines]').getBoundingClientRect())"
     )
     browser.point_at(box[0] + box[2] * 0.6, box[1] + box[3] / 2)
-    said = browser.js("document.querySelector('.values').textContent")
+    values = "document.querySelector('.values').textContent"
+    said = until(lambda: browser.js(values))
     assert said.startswith("step 7,")
     assert "raw 2." in said
     assert "ema 2." in said
     browser.point_at(2, 2)
-    assert browser.js("document.querySelector('.values').textContent") == ""
+    until(lambda: browser.js(values) == "", seen=lambda: browser.js(values))
 
 
 def test_a_narrow_screen_has_one_column_and_no_sideways_page(browser: Chromium, tmp_path: Path) -> None:
