@@ -23,7 +23,7 @@ from remote_payload.job import Job
 from remote_payload.train import execution, fp8
 from remote_payload.train.arrivals import Arrivals
 from remote_payload.train.batch import Row, RowShape, empty_row, full_row
-from remote_payload.train.devices import compute_dtype, turn
+from remote_payload.train.devices import compute_dtype, synchronise, turn
 from remote_payload.train.drafter import Drafter, DrafterConfig, Joined, Mask, RotaryTable, initialise
 from remote_payload.train.features import Features
 from remote_payload.train.init_from import load_initial
@@ -92,11 +92,12 @@ class Replica:
         self._layout = statistics
         self.dtype = compute_dtype(job.compute_dtype, device)
         self.drafter = Drafter.blank(config)
-        initialise(self.drafter, torch.Generator().manual_seed(job.seed))
         if init_from is not None:
             load_initial(self.drafter, init_from)
-        elif job.init_from_target:
-            copy_layers(self.drafter, target, job.init_from_target)
+        else:
+            initialise(self.drafter, torch.Generator().manual_seed(job.seed))
+            if job.init_from_target:
+                copy_layers(self.drafter, target, job.init_from_target)
         self.drafter.to(device)
         parts = fp8.PARTS[job.fp8]
         self.drafter.train_in_fp8(parts)
@@ -277,8 +278,7 @@ class Replica:
 
     def synchronise(self) -> None:
         """Wait until the device has done all that was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronise(self.device)
 
     def _forward_backward(self, used: int | None = None) -> None:
         """What the row graph holds: the row's gradients by the weights' leaves, and its statistics."""
