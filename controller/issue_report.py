@@ -87,7 +87,7 @@ def _lines(state: RunState, log: Sequence[str]) -> list[str]:
 
 
 def _where(crash: Crash) -> str:
-    where = " ".join(filter(None, (crash.thread, crash.role and f"({crash.role})", crash.device)))
+    where = " ".join(filter(None, (crash.thread, crash.where and f"({crash.where})")))
     step = "" if crash.step is None else f", step {crash.step:,}"
     bucket = "" if crash.bucket is None else f", bucket {crash.bucket}"
     return f"{where}{step}{bucket}"

@@ -269,6 +269,12 @@ class Crash:
     first: bool
     memory: str
 
+    @property
+    def where(self) -> str:
+        """`cuda:7`, or `drafter cuda:7` where the thread's name does not say its role."""
+        role = "" if self.thread.startswith(self.role) else self.role
+        return " ".join(filter(None, (role, self.device)))
+
 
 def crash(record: Record, file: str) -> Crash:
     """The record of one `crash/thread-*.json`."""

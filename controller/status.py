@@ -129,8 +129,8 @@ def status_lines(state: RunState) -> list[str]:
         lines.append(f"  {figures.clock(state.here(event.t))} {safe_line(event.line)}")
     crash = state.first_crash
     if crash is not None:
-        where = ", ".join(filter(None, (crash.role, crash.device)))
-        lines.append(f"  failed first: thread {safe_line(crash.thread)} ({safe_line(where)})")
+        where = f" ({safe_line(crash.where)})" if crash.where else ""
+        lines.append(f"  failed first: thread {safe_line(crash.thread)}{where}")
         lines += [f"    {line}" for line in safe_lines(crash.traceback)[-_TRACEBACK:]]
     elif state.health.word.died:
         lines += [f"    {safe_line(line)}" for line in state.last_words]

@@ -173,8 +173,7 @@ def _crash(state: RunState) -> Markup | None:
 
 
 def _where(crash: Crash) -> str:
-    where = " ".join(filter(None, (crash.role, crash.device)))
-    found = f" ({where})" if where else ""
+    found = f" ({crash.where})" if crash.where else ""
     found += "" if crash.step is None else f", step {crash.step:,}"
     return found + ("" if crash.bucket is None else f", bucket {crash.bucket}")
 

@@ -54,10 +54,9 @@ def crash_lines(state: RunState, width: int) -> list[Text]:
 
 
 def _who(crash: Crash) -> Text:
-    """`drafter-1 (cuda:7)`; the role as well where the name does not say it."""
-    role = "" if crash.thread.startswith(crash.role) else crash.role
-    where = " ".join(filter(None, (role, crash.device)))
-    return line(remote(crash.thread or "a thread", BAD), remote(f" ({where})" if where else "", PLAIN))
+    """`drafter-1 (cuda:7)`."""
+    where = f" ({crash.where})" if crash.where else ""
+    return line(remote(crash.thread or "a thread", BAD), remote(where, PLAIN))
 
 
 def memory_lines(state: RunState, crash: Crash) -> list[Text]:

@@ -25,7 +25,7 @@ def test_a_report_says_what_died_where_why_and_with_which_job_and_names_nobody(t
     text = issue_report(state, ["HF_TOKEN=hf_abcdefghijklmnopqrstuv", "ada said [x](http://10.1.2.6/) ```"])
     for part in (
         "# AssertionError", "FAILED rc=1", "CUDA graph trees",
-        "First failure: drafter-1 (drafter) cuda:7, step 12,345",
+        "First failure: drafter-1 (cuda:7), step 12,345",
         "remote_payload/train/execution.py", "allocated 70 GiB", "Then: drafter-0", "8 x NVIDIA H200",
         "token_budget = 4096", 'target = "~/models/q"', "HF_TOKEN=<removed>", "<user> said", "<host>",
     ):  # fmt: skip

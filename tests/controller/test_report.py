@@ -96,8 +96,8 @@ def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
     said = Page(page(run, tmp_path)).text
     for part in (
         "✗ FAILED rc=1", "1129-a7f3", "12,345", "How it died",
-        "drafter-1 (drafter cuda:7), step 12,345, bucket 4",
-        "CUDA graph trees", "remote_payload/train/execution.py", "drafter-0 (drafter cuda:6)", "[770, 1,216)",
+        "drafter-1 (cuda:7), step 12,345, bucket 4",
+        "CUDA graph trees", "remote_payload/train/execution.py", "drafter-0 (cuda:6)", "[770, 1,216)",
         "NVIDIA H200", "Evaluations", "checkpoint of step 12,000", "token_budget", "4096", "32768",
         "the very last line", "Attempts", "loads nothing",
     ):  # fmt: skip

@@ -119,7 +119,7 @@ def test_times_are_this_machines_and_one_that_no_calendar_has_breaks_nothing() -
 def test_a_failed_run_shows_who_failed_first_and_what_to_do(tmp_path: Path) -> None:
     text = "\n".join(status_lines(state_of("dead_thread", tmp_path)))
     assert "FAILED" in text
-    assert "failed first: thread" in text
+    assert "failed first: thread drafter-1 (cuda:7)\n" in text
     assert "what to do:" in text
 
 
