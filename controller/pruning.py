@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, UsageError
-from controller.figures import amount
+from controller.figures import amount, span
 from controller.paths import payloads_of_logs
 from controller.place import Place
 from controller.ship import Payload, start
@@ -72,7 +72,7 @@ def table(items: Sequence[Item]) -> str:
                 item["kind"],
                 safe_line(name),
                 amount(item["bytes"]),
-                f"{item['age_s'] / 86400:.1f} d",
+                span(item["age_s"]),
                 safe_line("; ".join(filter(None, (item["state"], why)))),
             )
         )

@@ -106,7 +106,8 @@ def test_what_may_go_is_told_from_what_stays_each_with_its_reason(place: Place, 
     assert items["old-1"]["bytes"] >= 100_000
     shown = table(list(items.values())).splitlines()
     assert shown[0].split() == ["KIND", "NAME", "SIZE", "AGE", "STATE"]
-    assert any(line.startswith("GOES  run      old-1") and "KiB" in line for line in shown)
+    (old,) = (line for line in shown if line.startswith("GOES  run      old-1"))
+    assert "KiB" in old and " 30d00h " in old
 
 
 def test_only_what_was_named_and_may_go_is_removed_and_the_rest_stays_whole(
