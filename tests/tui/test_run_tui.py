@@ -148,6 +148,7 @@ def test_a_defect_of_the_view_leaves_the_terminal_whole_and_one_line_that_says_w
     terminal = Terminal(golden.healthy().write(tmp_path / "run"))
     try:
         terminal.read_until(b"detach")
+        terminal.read_until(b"1129-a7f3")
         os.write(terminal.master, b"\x0c")
         assert terminal.finish() == 99
         assert b"\x1b[?1049l" in terminal.output
