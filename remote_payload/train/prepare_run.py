@@ -104,6 +104,12 @@ def prepare(
     check_fp8(job.fp8, job.drafters, fp8_sizes(config))
     for line in rope_differences(text):
         log(line)
+    if beyond := int((dataset.lengths[buckets >= 0] > config.max_positions).sum()):
+        log(
+            f"{beyond} samples are longer than the {config.max_positions} tokens that the target is made for"
+            " (max_position_embeddings): what it says of later ones may be worth nothing; the last of"
+            " bucket_edges leaves them out"
+        )
     rows_per_step = job.rows_per_step or len(job.drafters)
     batches = len(plan(0).batches)
     shape = RowShape(
