@@ -335,6 +335,7 @@ def test_ctrl_c_while_the_words_are_read_has_the_same_code(env: dict[str, str]) 
     assert done.stderr == "\ninterrupted; a run that was started goes on\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_breaks_off_a_connection_that_nobody_answers(env: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = ["--host", "127.0.0.1", "--kind", "ssh", "--port", str(mute.getsockname()[1])]
