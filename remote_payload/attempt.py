@@ -25,6 +25,10 @@ from remote_payload.run_status import RunStatus
 from remote_payload.rundir import Request, State
 from remote_payload.trainer_process import TrainerProcess, kill_strays, trainer_environment
 
+_BEFORE_TRAINING = ("loading", "warming_up")
+"""Phases of progress.json."""
+_LONGEST_GRACE_S = 86_400.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
@@ -81,6 +85,8 @@ class Attempt:
         self._progress_at = time.monotonic()
         self._first_progress: float | None = None
         self._step = 0
+        self._trains = True
+        """Not while the newest progress is of loading or warming up, whose step is where it goes on from."""
         self._asked_to_stop = False
         self._term_at: float | None = None
         self._kill_at: float | None = None
@@ -194,6 +200,7 @@ class Attempt:
             self._first_progress = self._progress_at
         step = record.get("step")
         self._step = step if isinstance(step, int) else self._step
+        self._trains = record.get("phase") not in _BEFORE_TRAINING
         self._status.last_progress = record.get("t")
         if self._status.state in (State.LAUNCHING, State.STALLED):
             self._status.enter(State.RUNNING, None)
@@ -206,7 +213,7 @@ class Attempt:
 
     def _ended(self, ended: Outcome) -> Ended:
         trained = 0.0 if self._first_progress is None else time.monotonic() - self._first_progress
-        return Ended(ended, self._step, trained, self._asked_to_stop)
+        return Ended(ended, self._step if self._trains else 0, trained, self._asked_to_stop)
 
     def _judge(self, trainer: TrainerProcess, returncode: int, memory: memory_events.MemoryEvents) -> Outcome:
         word = rundir.read_whole(self._dir / rundir.EXIT)
@@ -230,7 +237,10 @@ class Attempt:
         elif signalled == "SIGTERM" and self._asked_to_stop:
             why = "it was asked to stop before it could write a checkpoint"
         log = self._dir / rundir.TRAIN_LOG
-        return outcome.judge(returncode, word, why_killed=why, last_line=outcome.last_line(log))
+        ended = outcome.judge(returncode, word, why_killed=why, last_line=outcome.last_line(log))
+        if ended.state is State.FAILED and (beside := memory_events.beside(memory, memory_events.read())):
+            return dataclasses.replace(ended, reason=f"{ended.reason}; {beside}")
+        return ended
 
     def _fail(self, trainer: TrainerProcess, error: BaseException) -> None:
         """The supervisor itself failed: have the trainer end with a checkpoint, and keep the traceback."""
@@ -267,10 +277,13 @@ class Attempt:
 def _grace(content: dict[str, Any], default: float) -> float:
     grace: Any = content.get("grace_s")
     usable = isinstance(grace, int | float) and not isinstance(grace, bool) and grace >= 0
-    return float(grace) if usable else default
+    return float(min(grace, _LONGEST_GRACE_S)) if usable else default
 
 
 def _not_started(error: OSError) -> Outcome:
+    """Refused where something is not there; memory or processes that a machine lacks it may have soon."""
     what = f"{error.strerror}: {error.filename}" if error.filename else str(error)
     reason = f"the trainer could not be started: {what}"
-    return Outcome(State.FAILED, reason, rundir.TrainerExit.REFUSED, None)
+    missing = isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError)
+    code = rundir.TrainerExit.REFUSED if missing else rundir.TrainerExit.CRASHED
+    return Outcome(State.FAILED, reason, code, None)

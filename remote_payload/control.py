@@ -7,7 +7,6 @@ A request is a name (`rundir.Request`) and optional JSON: `by` (who asks), and `
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from contextlib import suppress
@@ -66,12 +65,11 @@ def take_requests(control: Path) -> list[tuple[str, dict[str, Any]]]:
     for name in names:
         path = control / name
         content: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    decoded = json.loads(file.read(_MOST_BYTES) or b"{}")
-                    content = decoded if isinstance(decoded, dict) else {}
+                    content = rundir.decode(file.read(_MOST_BYTES)) or {}
         try:
             path.unlink()
         except OSError:  # a folder, say: it stays, and asks for nothing

@@ -126,7 +126,11 @@ class GpuSampler:
                 return
             self._tell(answer)
             if gpu_rows.names_one_gpu(answer):
-                self._ask_one_by_one()
+                try:
+                    self._ask_one_by_one()
+                except OSError as error:  # no memory for a process, for one; the loop is tried again
+                    self._tell(f"{self._command} cannot be run: {error.strerror}")
+                    self._stop.wait(self._timing.pauses[0])
             else:
                 pauses = self._timing.pauses
                 self._stop.wait(pauses[min(self._failures, len(pauses) - 1)])

@@ -20,6 +20,8 @@ class MemoryEvents:
     machine: int | None
     limit_gib: float | None
     """The container's memory limit, or None where there is none."""
+    at_limit: int | None = None
+    """How often the container was at its limit and got no more; version 2 alone counts that."""
 
 
 def read(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> MemoryEvents:
@@ -37,10 +39,12 @@ def read(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> MemoryEvents:
         for name in ("memory.max", "memory.limit_in_bytes")
         if (limit := _bytes(folder / name)) is not None
     ]
+    hits = [hit for folder in folders if (hit := _counter(folder / "memory.events", "oom")) is not None]
     return MemoryEvents(
         container=kills[0] if kills else None,
         machine=_counter(proc / "vmstat", "oom_kill"),
         limit_gib=round(min(limits) / 2**30, 3) if limits else None,
+        at_limit=sum(hits) if hits else None,
     )
 
 
@@ -56,13 +60,28 @@ def used_gib(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> float | No
 def hint(before: MemoryEvents, after: MemoryEvents) -> str:
     """What the counts say about a process that was killed by SIGKILL between the two readings."""
     if _rose(before.container, after.container):
-        limit = "" if after.limit_gib is None else f" (limit {after.limit_gib:g} GiB)"
-        return f"out of memory: the kernel killed it{limit}"
+        return f"out of memory: the kernel killed it{_limit(before, after)}"
     if _rose(before.machine, after.machine):
         return "probably out of memory: the kernel killed something on this machine meanwhile"
     if after.container is not None:
         return "not by the kernel for lack of memory, so by somebody or something else"
     return "out of memory? or killed by hand; the kernel does not say here"
+
+
+def beside(before: MemoryEvents, after: MemoryEvents) -> str | None:
+    """What to add to a failed trainer's reason, when the kernel killed a process of its container."""
+    if not _rose(before.container, after.container):
+        return None
+    return f"meanwhile the kernel killed a process here for lack of memory{_limit(before, after)}"
+
+
+def _limit(before: MemoryEvents, after: MemoryEvents) -> str:
+    """Whose memory was full, as far as that is known: a kill counts for the container whoever lacked it."""
+    if after.limit_gib is None:
+        return ""
+    if after.at_limit is None or _rose(before.at_limit, after.at_limit):
+        return f" (limit {after.limit_gib:g} GiB)"
+    return f" (not at its limit of {after.limit_gib:g} GiB: the whole machine had no more)"
 
 
 def _rose(before: int | None, after: int | None) -> bool:

@@ -7,6 +7,9 @@ somebody else took. It does not help against what would repeat at once, so these
 - a failure before any step was trained: a missing package, memory that does not suffice at step 0;
 - the same failure at the same step as in the attempt before: a run is a function of its seed.
 
+The first two are of the first attempt. One that trained before shows that the job can be run: what a later
+attempt meets before its first step (no such device, no such folder) is of the machine, and may pass.
+
 Waits grow (10, 20, 40 ... 300 s), and an attempt that trained for half an hour wipes the slate clean.
 Standard library only; pure but for `RestartPolicy.read`.
 """
@@ -18,6 +21,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from remote_payload.job_key import MOST
 from remote_payload.outcome import Outcome
 from remote_payload.rundir import State, TrainerExit
 
@@ -31,7 +35,7 @@ class Ended:
 
     outcome: Outcome
     step: int
-    """The newest step that its progress told of; 0: none was trained."""
+    """The newest step that its progress told of; 0: it trained none, whatever it went on from."""
     trained_s: float
     """From its first progress to its end."""
     asked_to_stop: bool
@@ -100,7 +104,8 @@ class Restarts:
 
 
 def _would_repeat(ended: Ended, before: Ended | None) -> str:
-    if ended.outcome.exit_code == TrainerExit.REFUSED and ended.outcome.signal is None:
+    refused = ended.outcome.exit_code == TrainerExit.REFUSED and ended.outcome.signal is None
+    if before is None and refused:
         return "not restarted: the job was refused, and would be again"
     if before is None and not ended.step:
         return "not restarted: it failed before its first step, and would again"
@@ -110,5 +115,5 @@ def _would_repeat(ended: Ended, before: Ended | None) -> str:
 
 
 def _number(value: Any, default: float) -> float:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
     return float(value) if usable else default

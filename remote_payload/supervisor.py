@@ -66,6 +66,8 @@ class Supervisor:
         for name, content in take_requests(self._dir / rundir.CONTROL):  # of the attempt before, as it ended
             self._status.note("request", name=name, by=content.get("by"), late=True)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Whoever started us may have had it ignored, and then the kernel reaps trainers unseen.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             return self._end(self._attempts())
         except BaseException as error:

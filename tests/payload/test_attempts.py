@@ -129,6 +129,35 @@ def test_the_step_of_a_failure_is_the_trainers_own_word_where_progress_is_older(
     assert status["attempt"] == 2
 
 
+def test_attempts_that_fail_before_they_train_are_tried_again_though_each_goes_on_from_the_same_step(
+    place: Place,
+) -> None:
+    """A GPU that is away for a minute: each attempt reads its checkpoint's step and fails in loading."""
+    script = (
+        "progress(150, phase='training' if attempt == 1 else 'warming_up')\n"
+        "leave('crashed', 1, error='GPU is lost', step=150); sys.exit(1)"
+    )
+    status = place.start(restarting(script, restart_limit=3, restart_wait=0.1)).ended()
+    assert (status["attempt"], status["reason"]) == (
+        4, "GPU is lost; restarted 3 times already, which is the limit"
+    )  # fmt: skip
+
+
+def test_a_trainer_that_could_not_be_started_for_want_of_memory_is_tried_again(place: Place) -> None:
+    with (place.payload / "attempt.py").open("a") as file:
+        file.write(
+            "\nreal, tries = TrainerProcess, []\n"
+            "def TrainerProcess(*given, **named):\n"
+            "    tries.append(1)\n"
+            "    if len(tries) == 2:\n"
+            "        raise OSError(12, 'Cannot allocate memory')\n"
+            "    return real(*given, **named)\n"
+        )
+    script = "progress(attempt)\nif attempt < 3: sys.exit(1)\ncode = leave('finished', 0, step=3)"
+    status = place.start(restarting(script, restart_wait=0.1)).ended()
+    assert (status["state"], status["attempt"]) == ("finished", 3)
+
+
 def test_a_run_that_was_stopped_is_not_restarted_though_it_had_to_be_killed(place: Place) -> None:
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: progress(3); time.sleep(0.01)"
     run = place.start(restarting(script), scale=BRISK)

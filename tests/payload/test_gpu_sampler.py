@@ -214,6 +214,20 @@ def test_a_lost_gpu_is_null_with_the_reason_while_the_others_go_on(smi: Smi) -> 
     assert len(smi.records("gpu_constants")) == 1
 
 
+def test_an_nvidia_smi_that_cannot_be_started_while_gpus_are_asked_one_by_one_does_not_end_the_samples(
+    smi: Smi,
+) -> None:
+    smi.sample()
+    smi.until(lambda: len(smi.newest()) == 2)
+    smi.replay("lost 1")
+    smi.until(lambda: smi.newest()[A1]["power_w"] is None)
+    smi.command.rename(smi.path / "away")
+    smi.until(lambda: any("cannot be run" in problem for problem in smi.problems))
+    smi.replay("ok")
+    (smi.path / "away").rename(smi.command)
+    smi.until(lambda: smi.newest()[A1]["power_w"] == 124.72)
+
+
 def test_a_gpu_lost_from_the_start_is_found_by_counting_up_and_keeps_no_second_name(
     smi: Smi,
 ) -> None:

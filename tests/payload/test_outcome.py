@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from remote_payload import memory_events, outcome
+from remote_payload.attempt import Attempt, Inbox, Timing
 from remote_payload.memory_events import MemoryEvents
 
 
@@ -90,7 +92,7 @@ def test_a_log_that_is_not_there_has_no_last_line(tmp_path: Path) -> None:
     assert outcome.last_line(tmp_path / "none") is None
 
 
-def tree(root: Path, version: int, kills: int, machine: int = 0) -> tuple[Path, Path]:
+def tree(root: Path, version: int, kills: int, machine: int = 0, at_limit: int = 0) -> tuple[Path, Path]:
     cgroups, proc = root / "cgroup", root / "proc"
     (proc / "self").mkdir(parents=True, exist_ok=True)
     (proc / "vmstat").write_text(f"nr_free 1\noom_kill {machine}\n")
@@ -98,7 +100,7 @@ def tree(root: Path, version: int, kills: int, machine: int = 0) -> tuple[Path, 
         folder = cgroups / "box"
         folder.mkdir(parents=True, exist_ok=True)
         (proc / "self" / "cgroup").write_text("0::/box\n")
-        (folder / "memory.events").write_text(f"low 0\noom 4\noom_kill {kills}\n")
+        (folder / "memory.events").write_text(f"low 0\noom {kills + at_limit}\noom_kill {kills}\n")
         (folder / "memory.max").write_text(f"{6 * 2**30}\n")
         (cgroups / "memory.max").write_text("max\n")
     else:
@@ -115,9 +117,34 @@ def tree(root: Path, version: int, kills: int, machine: int = 0) -> tuple[Path, 
 def test_a_kill_for_lack_of_memory_is_known_by_the_cgroups_counter(tmp_path: Path, version: int) -> None:
     before = memory_events.read(*tree(tmp_path, version, 3))
     after = memory_events.read(*tree(tmp_path, version, 4))
-    assert before == MemoryEvents(3, 0, 6.0)
+    assert before == MemoryEvents(3, 0, 6.0, 3 if version == 2 else None)
     assert memory_events.hint(before, after) == "out of memory: the kernel killed it (limit 6 GiB)"
     assert "not by the kernel" in memory_events.hint(before, before)
+
+
+def test_a_container_that_was_not_at_its_limit_was_killed_for_the_machines_memory(tmp_path: Path) -> None:
+    before = memory_events.read(*tree(tmp_path, 2, 3))
+    after = memory_events.read(*tree(tmp_path, 2, 4, at_limit=-1))
+    assert memory_events.hint(before, after) == (
+        "out of memory: the kernel killed it (not at its limit of 6 GiB: the whole machine had no more)"
+    )
+
+
+def test_a_failure_beside_which_a_process_was_killed_for_memory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = memory_events.read(*tree(tmp_path, 2, 3))
+    after = memory_events.read(*tree(tmp_path, 2, 4))
+    assert memory_events.beside(before, before) is None
+    status: Any = SimpleNamespace(attempt=1, note=lambda *_, **__: None)
+    attempt = Attempt(tmp_path, {}, [], status=status, inbox=Inbox(), timing=Timing())
+    monkeypatch.setattr(memory_events, "read", lambda: after)
+    (tmp_path / "train.log").write_text("BrokenProcessPool\n")
+    ended = attempt._judge(SimpleNamespace(started=0.0), 1, before)  # type: ignore[arg-type]
+    assert ended.reason == (
+        "BrokenProcessPool; meanwhile the kernel killed a process here for lack of memory (limit 6 GiB)"
+    )
+    assert attempt._judge(SimpleNamespace(started=0.0), 1, after).reason == "BrokenProcessPool"  # type: ignore[arg-type]
 
 
 def test_where_only_the_machine_counts_the_hint_says_probably(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def test_a_restart_that_fails_before_its_first_step_is_tried_again() -> None:
     assert restarts.after(ended(lost, step=0)).wait_s == 40.0
 
 
+def test_what_a_later_attempt_is_refused_may_pass_since_the_job_could_be_run_before() -> None:
+    """A GPU that is lost is a device that is not there; a disk that hangs is a dataset that is not there."""
+    restarts = Restarts(POLICY)
+    restarts.after(ended(step=150))
+    refused = Outcome(State.FAILED, "device 'cuda:1' is not there", 2, None)
+    assert [restarts.after(ended(refused, step=0)).wait_s for _ in range(3)] == [20.0, 40.0, None]
+
+
 def test_without_the_key_nothing_is_restarted(tmp_path: Path) -> None:
     assert Restarts(RestartPolicy()).after(ended()) == Decision(None)
     path = tmp_path / "job.toml"
@@ -79,5 +87,6 @@ def test_without_the_key_nothing_is_restarted(tmp_path: Path) -> None:
     assert not RestartPolicy.read(path, 1.0).on_crash
     path.write_text('restart = "on-crash"\nrestart_limit = 2\nrestart_wait = 5\n')
     assert RestartPolicy.read(path, 0.1) == RestartPolicy(True, 2, 5.0, 0.1)
-    path.write_text('restart = "on-crash"\nrestart_limit = "many"\n')
-    assert RestartPolicy.read(path, 1.0) == RestartPolicy(True, 5, 10.0, 1.0)
+    for odd in ('"many"', "inf", "nan", "-1", "1" + "0" * 400):
+        path.write_text(f'restart = "on-crash"\nrestart_limit = {odd}\nrestart_wait = {odd}\n')
+        assert RestartPolicy.read(path, 1.0) == RestartPolicy(True, 5, 10.0, 1.0)

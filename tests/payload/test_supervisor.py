@@ -445,10 +445,12 @@ def test_odd_things_in_control_are_noted_and_harm_nobody(place: Place) -> None:
     os.mkfifo(control / "pipe")
     (control / ".unfinished").write_text("x")
     run.until(lambda: {p.name for p in control.iterdir()} == {"folder", ".unfinished"})
+    (control / "deep").write_text("[" * 60_000)
+    run.until(lambda: not (control / "deep").exists())
     (control / "stop").write_text("this is not JSON")
     assert run.ended()["state"] == "finished"
     requests = {r["name"]: r["by"] for r in run.records() if r["kind"] == "request"}
-    assert requests == dict.fromkeys(["dance", "checkpoint", "pipe", "stop"])
+    assert requests == dict.fromkeys(["dance", "checkpoint", "pipe", "deep", "stop"])
 
 
 @pytest.mark.parametrize(
@@ -497,6 +499,25 @@ def test_a_trainer_that_cannot_be_started_is_failed_and_says_what_is_missing(pla
     status = place.start(WORK, python="/nonexistent/python").ended()
     assert (status["state"], status["trainer"]) == ("failed", None)
     assert "/nonexistent/python" in status["reason"] and "No such file" in status["reason"]
+
+
+def test_a_supervisor_whose_starter_ignored_the_end_of_children_sees_its_trainers_end(place: Place) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        folder = place.workspace / "runs" / "a-run"
+        (folder / "control").mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"id": "a-run", "python": sys.executable}))
+        (folder / "job.toml").write_text("progress(1); sys.exit(7)")
+        supervisor = subprocess.Popen(
+            [sys.executable, str(place.payload), "supervise", str(folder)], env=place.environment(CALM)
+        )
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    run = Run(place, folder, supervisor.pid)
+    until(lambda: (folder / "status.json").exists())
+    status = run.until_state("failed", "finished", "killed")
+    supervisor.wait(60)
+    assert (status["state"], status["exit_code"]) == ("failed", 7)
 
 
 def test_a_second_attempt_is_counted_and_does_not_believe_the_first_ones_word(
