@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from controller.errors import PayloadEnvironmentError
 from controller.gpu_claims import lost_gpus
+from controller.includes import PATHS, PREFIX
 from controller.inventory import Host
 from controller.requirements import OLDEST
 from controller.text import safe_line
@@ -40,9 +41,9 @@ class Check:
 
 def question(job: Job | None, host: Host, *, deep: bool = False) -> dict[str, Any]:
     """What preflight is asked; it travels among arguments, so of the variables only folders go along."""
-    wanted = [] if job is None else [job.target, job.dataset, job.held_out, job.init_from]
+    wanted = [] if job is None else [getattr(job, key) for key in PATHS]
     env = {name: value for name, value in host.env.items() if name in ("HF_HOME", "HF_HUB_CACHE")}
-    paths = [path for path in wanted if path and not path.startswith("include:")]
+    paths = [path for path in wanted if path and not path.startswith(PREFIX)]
     return {"paths": paths, "env": env, "deep": deep}
 
 

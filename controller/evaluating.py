@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import UsageError
+from controller.includes import PREFIX
 from controller.inventory import Host
 from controller.narration import Say
 from controller.paths import expanded
-from controller.payload_tool import INCLUDE, run_tool
+from controller.payload_tool import run_tool
 from controller.place import open_place
 from controller.run_place import RunPlace
 from controller.ship import Sent
@@ -36,7 +37,7 @@ class Question:
             "--max-new-tokens": self.max_new_tokens,
             "--device": self.device,
             "--dtype": self.dtype,
-            "--prompts": f"{INCLUDE}{self.prompts.absolute().name}" if self.prompts is not None else None,
+            "--prompts": f"{PREFIX}{self.prompts.absolute().name}" if self.prompts is not None else None,
         }
         given = [word for key, value in options.items() if value is not None for word in (key, str(value))]
         return [*given, "--json"]
@@ -100,7 +101,7 @@ def evaluate_folder(
         raise UsageError(
             f"{folder}: a drafter's folder has no prompts of its own", "Name a file: --prompts FILE"
         )
-    argv = [f"{INCLUDE}{folder.absolute().name}", *question.argv()]
+    argv = [f"{PREFIX}{folder.absolute().name}", *question.argv()]
     argv += ["--target", _located(target, host)] if target is not None else []
     argv += ["--trust-remote-code"] if trust_remote_code else []
     files: Sequence[Path] = [folder, *question.files()]

@@ -27,7 +27,7 @@ from remote_payload.job import Job
 PREFIX: Final = "include:"
 _CHUNK: Final = 256 * 1024
 _ANSWER_S: Final = 120.0
-_PATHS: Final = ("target", "dataset", "held_out", "init_from")
+PATHS: Final = ("target", "dataset", "held_out", "init_from")
 """Keys of a job that are paths."""
 
 
@@ -90,7 +90,7 @@ def located(job: Job, run_dir: str, files: Sequence[Included]) -> Job:
     """`job` with each `include:NAME` as the path it has in the run. Raises UsageError for an unknown name."""
     names = {file.name for file in files} | {file.name.partition("/")[0] for file in files}
     changes = {}
-    for key in _PATHS:
+    for key in PATHS:
         value = getattr(job, key)
         if not value.startswith(PREFIX):
             continue

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.errors import ConnectionLostError, PayloadEnvironmentError, ToolError
-from controller.includes import Included, collect, send
+from controller.includes import PREFIX, Included, collect, send
 from controller.narration import Say, detail
 from controller.place import Place
 from controller.ship import Sent, pack, start
@@ -21,8 +21,6 @@ from controller.text import safe_line
 
 SILENCE_S: Final = 60.0
 """The payload sends a beat every 2 s, however long its tool is silent."""
-
-INCLUDE: Final = "include:"
 
 
 def run_tool(
@@ -43,7 +41,7 @@ def run_tool(
     payload, words = pack(), list(argv)
     collected: list[Included] = []
     if place.description.kind == "local":
-        here = {f"{INCLUDE}{path.absolute().name}": str(path.absolute()) for path in files}
+        here = {f"{PREFIX}{path.absolute().name}": str(path.absolute()) for path in files}
         words = [here.get(word, word) for word in words]
     elif files:
         collected = collect(files)
