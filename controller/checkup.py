@@ -10,6 +10,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 from controller import doctor
@@ -186,12 +187,12 @@ def _walled(error: DflashctlError, host: Host, made: set[str]) -> list[Check]:
 
 
 def report_text(checks: Sequence[Check]) -> str:
-    """The lines for people."""
+    """The lines for people; what to do about several checks in a row stands once, below the last of them."""
     marks = {"ok": "ok      ", "warning": "warning ", "failure": "FAILURE "}
     width = max(len(check.name) for check in checks)
     lines = []
-    for check in checks:
+    for check, following in zip_longest(checks, checks[1:]):
         lines.append(f"{marks[check.level]} {check.name.ljust(width)}  {safe_line(check.seen)}".rstrip())
-        if check.level != "ok":
+        if check.level != "ok" and (following is None or following.todo != check.todo):
             lines += [f"{'':9}{'':{width}}  -> {safe_line(line)}" for line in check.todo.splitlines()]
     return "\n".join(lines)

@@ -253,3 +253,14 @@ def test_a_question_carries_the_jobs_paths_and_no_secret() -> None:
 def test_the_report_for_people_shows_what_a_host_said_without_its_escape_sequences() -> None:
     text = report_text([Check("pct", "failure", "no\x1b[2J pct", "Try\x1b[A it\nor not")])
     assert text == "FAILURE  pct  no pct\n              -> Try it\n              -> or not"
+
+
+def test_what_to_do_about_several_packages_stands_once() -> None:
+    missing = [Check(name, "failure", f"{name} is not installed", "Install them") for name in ("a", "b")]
+    assert report_text([*missing, Check("disk", "warning", "slow", "Wait")]).splitlines() == [
+        "FAILURE  a     a is not installed",
+        "FAILURE  b     b is not installed",
+        "               -> Install them",
+        "warning  disk  slow",
+        "               -> Wait",
+    ]
