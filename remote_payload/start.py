@@ -133,7 +133,11 @@ def detach(run_dir: Path, attempt: int) -> int:
         if process.poll() is not None:
             raise StartError(f"the supervisor ended at once: {_said(run_dir)}")
         if time.monotonic() > deadline:
-            raise StartError(f"the supervisor wrote no {rundir.STATUS} within {_PATIENCE_S:g} s")
+            process.terminate()  # a run that was called refused must not train unseen
+            process.returncode = 0
+            raise StartError(
+                f"the supervisor wrote no {rundir.STATUS} within {_PATIENCE_S:g} s, and was told to end"
+            )
         time.sleep(0.01)
     process.returncode = 0  # it is not ours to wait for: Popen would warn of a child left behind
     return process.pid

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 
 from remote_payload import rundir
 from remote_payload.control import ControlError, place_request
+from remote_payload.lock import hold
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -583,6 +585,31 @@ def test_a_supervisor_that_cannot_come_up_is_reported_with_its_own_last_words(pl
     order = json.dumps({"run": {"python": "p", "job": "j"}, "job": ""}).encode()
     done = place.command("start", str(place.workspace), "x", stdin=order)
     assert "broken payload" in json.loads(done.stdout)["error"]
+
+
+def test_a_supervisor_that_says_nothing_in_time_is_told_to_end_and_trains_nothing_unseen(
+    place: Place,
+) -> None:
+    start = place.payload / "start.py"
+    start.write_text(re.sub(r"(?m)^_PATIENCE_S = .*$", "_PATIENCE_S = 0.5", start.read_text()))
+    with (place.payload / "run_status.py").open("a") as file:
+        file.write("\nRunStatus.write = lambda self: None\n")
+    order = {"run": {"python": sys.executable, "job": "demo"}, "job": WORK}
+    done = place.command("start", str(place.workspace), "a-run", stdin=json.dumps(order).encode())
+    assert "wrote no status.json within 0.5 s, and was told to end" in json.loads(done.stdout)["error"]
+    run_dir = place.workspace / "runs" / "a-run"
+    descriptor = os.open(run_dir, os.O_RDONLY)
+
+    def nobody_holds_it() -> bool:  # a supervisor does as long as it lives
+        try:
+            hold(descriptor)
+        except BlockingIOError:
+            return False
+        return True
+
+    until(nobody_holds_it)
+    os.close(descriptor)
+    assert not (run_dir / "progress.json").exists() or (run_dir / "exit.json").exists()
 
 
 def test_runs_lists_what_the_workspace_holds_oldest_first(place: Place) -> None:
