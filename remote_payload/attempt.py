@@ -90,6 +90,7 @@ class Attempt:
         self._asked_to_stop = False
         self._term_at: float | None = None
         self._kill_at: float | None = None
+        self._gone_by: float | None = None
         self._killed = False
 
     def run(self) -> Ended:
@@ -164,7 +165,7 @@ class Attempt:
         self._status.enter(State.STOPPING, why)
 
     def _press(self, trainer: TrainerProcess) -> None:
-        """The second and the third time that a trainer which was asked to stop is asked."""
+        """The second and the third time that a trainer is asked to stop, and what is said when it cannot."""
         now = time.monotonic()
         if self._term_at is not None and now >= self._term_at:
             self._term_at, self._kill_at = None, now + self._timing.last_call
@@ -173,8 +174,13 @@ class Attempt:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._killed = True
+            self._gone_by = now + self._timing.last_call
             self._status.note("signal", name="SIGKILL", why="it did not end in time")
             trainer.signal_group(signal.SIGKILL)
+        if self._gone_by is not None and now >= self._gone_by:
+            self._gone_by = None
+            why = "killed, but it does not end: the kernel waits for a device or a disk on its behalf"
+            self._status.enter(State.STOPPING, why)
 
     def _watch_progress(self) -> None:
         path = self._dir / rundir.PROGRESS

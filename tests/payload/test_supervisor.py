@@ -16,13 +16,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from remote_payload import rundir
+from remote_payload.attempt import Attempt, Inbox, Timing
 from remote_payload.control import ControlError, place_request
 from remote_payload.lock import hold
+from remote_payload.rundir import State
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -324,6 +327,24 @@ def test_a_trainer_that_ignores_the_request_is_killed_after_the_grace_with_all_i
     assert (status["state"], status["exit_code"], status["signal"]) == ("killed", 137, "SIGKILL")
     assert "did not end in time" in status["reason"]
     assert not any(alive(int(pid)) for pid in (run.path / "pids").read_text().split())
+
+
+def test_a_trainer_that_even_sigkill_does_not_end_is_said_to_wait_for_the_kernel(tmp_path: Path) -> None:
+    """As behind a driver or a network disk in trouble; no test can make such a process."""
+    said: list[tuple[State, str]] = []
+    sent: list[int] = []
+    status: Any = SimpleNamespace(
+        state=State.RUNNING, note=lambda *_, **__: None, enter=lambda state, why: said.append((state, why))
+    )
+    trainer: Any = SimpleNamespace(signal=sent.append, signal_group=sent.append)
+    timing = Timing(grace=0.0, last_call=0.0)
+    attempt = Attempt(tmp_path, {}, [], status=status, inbox=Inbox(), timing=timing)
+    attempt._stop(trainer, "asked to stop", 0.0)
+    for _ in range(3):
+        attempt._press(trainer)
+    assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
+    assert said[0] == (State.STOPPING, "asked to stop") and len(said) == 2
+    assert said[1][0] == State.STOPPING and "does not end" in said[1][1]
 
 
 def test_what_a_finished_trainer_leaves_running_is_killed(place: Place) -> None:
