@@ -287,7 +287,7 @@ class Drafter(nn.Module):
 
         torch would draw them all at random first, which takes a core ten seconds for a billion.
         """
-        with torch.device("meta"):
+        with torch.device("meta"):  # in this thread alone
             drafter = cls(config)
         return drafter.to(dtype).to_empty(device=device)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _device
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
@@ -62,6 +64,14 @@ def test_a_blank_drafter_draws_no_weights_and_is_like_others_once_it_has_some() 
     mine, theirs = dict(blank.named_parameters()), dict(drawn.named_parameters())
     assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in theirs)
     assert all(p.requires_grad and p.device.type == "cpu" for p in mine.values())
+
+
+def test_a_device_for_the_tensors_of_one_thread_is_none_for_the_others() -> None:
+    """Else every blank drafter would have all threads compile anew, which guard by the default device."""
+    with ThreadPoolExecutor(1) as other, torch.device("meta"):
+        mine, default = torch.empty(1), _device.CURRENT_DEVICE
+        theirs = other.submit(torch.empty, 1).result()
+    assert (mine.device.type, theirs.device.type, default) == ("meta", "cpu", None)
 
 
 def random_inputs(context: int, queries: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
