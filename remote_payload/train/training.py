@@ -15,6 +15,7 @@ from torch import Tensor
 from remote_payload.train import execution
 from remote_payload.train.batch import Batch, empty_row
 from remote_payload.train.bottleneck import Waiting
+from remote_payload.train.copy_trial import prove_copies, senders
 from remote_payload.train.devices import DRAFTERS_FIRST, on_device, turn
 from remote_payload.train.evaluating import evaluator_takes, offer_snapshot
 from remote_payload.train.flops import step_flops
@@ -61,6 +62,8 @@ def run_drafter_replica(run: Run, number: int, status: ThreadStatus) -> None:
         with execution.WARM_UP_LOCK:
             run.control.check()
             status.enter("warming up")
+            with execution.CAPTURE_LOCK:  # it waits for both devices
+                prove_copies(device, senders(run.job, device))
             warm_up(run, replica)
         if run.resume_from is not None:  # after the warm-up, whatever that did to the optimizer
             status.enter("loading")
