@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	$(BIN)/dflashctl launch --job demo --follow
 
 test: check test-setup
-	$(BIN)/python -m pytest -q -n 2 -m "slow and not rig and not gpu"
+	$(BIN)/python -m pytest -q -n 3 -m "slow and not rig and not gpu"
 	$(BIN)/python -m pytest -q -m rig
 
 check: $(INSTALLED)
