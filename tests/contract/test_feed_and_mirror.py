@@ -264,6 +264,7 @@ def test_killed_and_frozen_feeds_cost_nothing_but_time(run: Run, seed: int) -> N
     until(lambda: not run.feeds())
 
 
+@pytest.mark.slow
 def test_truncation_and_replacement_under_a_writer_are_followed(run: Run) -> None:
     writer = Writer(run, 500_000, 3)
     writer.start()
@@ -367,6 +368,7 @@ def test_a_writer_killed_in_the_middle_of_a_large_copy_leaves_only_true_extents(
     assert 0 < seen[0] < 40 << 20
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_suspended_gives_the_lock_away_and_misses_nothing(run: Run) -> None:
     run.append("train.log", b"before\n")
     follower = run.holder(FOLLOWER)
@@ -461,6 +463,7 @@ def test_one_look_at_a_living_run_takes_all_that_there_is(run: Run) -> None:
     run.assert_extents_hold()
 
 
+@pytest.mark.slow
 def test_a_run_whose_supervisor_vanished_is_lost_and_the_mirror_ends(run: Run) -> None:
     run.append("train.log", b"last words")
     mirror = run.mirror()

@@ -110,6 +110,7 @@ def test_a_long_log_is_a_run_with_buckets_targets_steps_and_a_health(scene: Scen
     assert (directory / "train.log").read_bytes() == scene.log.read_bytes()
 
 
+@pytest.mark.slow
 def test_rotation_is_followed_and_begins_the_state_anew(scene: Scene) -> None:
     scene.append(HEAD + b"step 7/10 loss 1.0\n")
     directory = foreign.attach(scene.host, str(scene.log))

@@ -243,6 +243,7 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_in_the_same_mirror(run: Launc
     assert log == ["attempt 1 from step 0", f"attempt 2 from step {resumed.checkpoint}"]
 
 
+@pytest.mark.slow
 def test_a_resume_whose_answer_is_lost_is_seen_all_the_same(
     run: LaunchedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_resume_that_cannot_be_noted_here_begins_no_attempt(
     assert last_state(run.local_dir).attempt == 1
 
 
+@pytest.mark.slow
 def test_a_resume_under_another_payload_says_so_and_is_followed_with_it(
     run: LaunchedRun, payload: Path
 ) -> None:

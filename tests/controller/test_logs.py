@@ -451,6 +451,7 @@ def test_a_refused_login_does_not_end_a_follower(scene: Scene) -> None:
     assert scene.notes.getvalue().count("no key fits") == 1
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_line_is_rewritten_with_its_countdown_and_wiped(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def kinds(run: Run) -> list[tuple[int, str]]:
     return [(r["attempt"], r["kind"]) for r in run.records()]
 
 
+@pytest.mark.slow
 def test_a_crashed_run_is_restarted_until_it_finishes_and_every_attempt_is_told_of(place: Place) -> None:
     run = place.start(restarting(FAIL_TWICE))
     status = run.ended()
@@ -169,6 +170,7 @@ def test_a_run_that_was_stopped_is_not_restarted_though_it_had_to_be_killed(plac
     assert names == ["SIGTERM", "SIGTERM", "SIGKILL"]
 
 
+@pytest.mark.slow
 def test_a_child_of_the_trainer_gets_the_second_sigterm_and_may_end_well(place: Place) -> None:
     child = (
         "import signal, sys, time\n"

@@ -122,6 +122,7 @@ def test_packages_and_the_drivers_library_are_looked_for_where_the_trainer_finds
     assert given["paths"]["package:made-up-model"] == {"there": True, "seen": "version 1.2"}
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_even_be_killed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,6 +334,7 @@ def test_an_old_driver_is_asked_by_the_old_name_of_the_throttle_reasons(smi: Smi
     assert smi.newest()[A0]["throttle"] == "0x1" and "why" not in smi.newest()[A0]
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_no_longer_listed_stays_with_the_reason(smi: Smi) -> None:
     both = f"echo '{recorded_row(0)}'; echo '{recorded_row(1)}'; sleep 0.3"
     one = f"echo '{recorded_row(0)}'; sleep 0.3"

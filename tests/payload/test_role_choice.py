@@ -130,6 +130,7 @@ def test_what_contradicts_a_measurement_is_refused(values: dict[str, Any], said:
         Job.from_mapping(given | values, "test")
 
 
+@pytest.mark.slow
 def test_a_side_for_which_a_gpu_has_no_memory_is_refused_by_name_whoever_found_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -359,6 +359,7 @@ def test_what_a_finished_trainer_leaves_running_is_killed(place: Place) -> None:
     assert not alive(int((run.path / "daemon").read_text()))
 
 
+@pytest.mark.slow
 def test_a_trainer_that_never_shows_progress_is_stalled_and_still_lives(place: Place) -> None:
     script = "mark('listens')\nwhile not asked: time.sleep(0.01)\ncode = leave('stopped', 3, step=0)"
     run = place.start(LISTEN + script, scale=0.005)

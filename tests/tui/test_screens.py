@@ -314,6 +314,7 @@ async def test_a_loss_that_is_no_number_is_said_in_the_first_lines_and_is_a_gap(
         assert "not finite at step 12,300, bucket 5, samples 10442, 91007" in screen_text(pilot)
 
 
+@pytest.mark.slow
 async def test_text_of_the_remote_is_shown_as_it_is_and_does_nothing(open_run: Open) -> None:
     async with open_run("hostile_text", (100, 40)) as pilot:
         shown = screen_text(pilot)
@@ -385,6 +386,7 @@ def is_grey(colour: str) -> bool:
     return max(parts) - min(parts) < 24
 
 
+@pytest.mark.slow
 async def test_sixteen_gpus_scroll_and_those_out_of_sight_are_said_when_in_trouble(open_run: Open) -> None:
     run = golden.sixteen_gpus()
     for record in run.gpu[-6:]:
