@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Where it is set, each of the tests' processes would compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check rig setup format clean
 
 demo: $(INSTALLED)
